@@ -1,0 +1,104 @@
+"""What travels between the owner of the index and those who move bytes.
+
+The pool (one per engine, in the scheduler's process) decides where every stripe lies; the transfer engines
+(one per worker process) move the bytes. Both see the same numbers: a *lane* is one rank's share of every
+device, and a slot number means the same place in every lane, so one decision serves all ranks.
+
+A chunk is a run of bytes: the pages of all layers of its KV blocks, layer after layer. `spans` cut it into
+stripes, none longer than a slot and none crossing a layer group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+Memory = Sequence[tuple[int, int]]
+"""(address, length) pieces that make up a chunk in order. Address 0: discard on load, zeros on store."""
+
+
+class Extent(NamedTuple):
+    """A slot of a device, in every lane."""
+
+    device: int
+    """Index into `PoolConfig.devices`."""
+    slot: int
+
+
+class Span(NamedTuple):
+    """A stripe's place in its chunk (bytes)."""
+
+    offset: int
+    length: int
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """One chunk to read: stripe i is `spans[i]` of the chunk, at `extents[i]`."""
+
+    key: bytes
+    spans: tuple[Span, ...]
+    extents: tuple[Extent, ...]
+    checksums: tuple[tuple[int, ...], ...]
+    """`checksums[lane][stripe]`, CRC-32C."""
+    verify: bool
+
+
+@dataclass(slots=True)
+class StorePlan:
+    """One chunk to write: stripe i goes to `extents[i]` and, when `copies[i]` is there, to it as well."""
+
+    key: bytes
+    spans: tuple[Span, ...]
+    extents: tuple[Extent, ...]
+    copies: tuple[Extent | None, ...]
+    generation: int
+
+
+@dataclass(slots=True)
+class TransferResult:
+    """How one load or store ended, as one lane saw it."""
+
+    transfer: int
+    """The id given to `submit_load` or `submit_store`."""
+    failed: dict[bytes, str] = field(default_factory=dict)
+    """Keys that failed, each with the reason: what the device said, a deadline, a checksum."""
+    checksums: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    """Stores only: the CRC-32C of each stripe of each key that was written."""
+    bytes: int = 0
+    seconds: float = 0.0
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    device_seconds: dict[str, float] = field(default_factory=dict)
+    """From submit to the last stripe of each device: their spread is the skew of the transfer."""
+
+
+class DeviceHealth(NamedTuple):
+    """What a transfer engine tells the pool about a device."""
+
+    name: str
+    usable: bool
+    """False while quarantined."""
+    reason: str
+    """Why it is quarantined, empty when it is not."""
+    read_bandwidth: float
+    """Observed bytes per second under load; 0.0 when nothing was observed since the last report."""
+
+
+def cut_spans(segments: Sequence[int], stripe: int, block: int = 4096) -> tuple[Span, ...]:
+    """Cut a chunk into stripes of nearly equal length.
+
+    Args:
+        segments: bytes of each layer group, in order; a stripe never crosses from one to the next.
+        stripe: the longest allowed (bytes, a multiple of `block`).
+        block: stripes but the last of a segment are multiples of this (bytes).
+    """
+    spans: list[Span] = []
+    start = 0
+    for segment in segments:
+        count = -(-segment // stripe)
+        length = -(-segment // (count * block)) * block
+        for offset in range(0, segment, length):
+            spans.append(Span(start + offset, min(length, segment - offset)))
+        start += segment
+    return tuple(spans)
