@@ -78,11 +78,18 @@ class DeviceHealth(NamedTuple):
 
     name: str
     usable: bool
-    """False while quarantined."""
+    """False while quarantined: it is neither read nor written."""
     reason: str
     """Why it is quarantined, empty when it is not."""
     read_bandwidth: float
     """Observed bytes per second under load; 0.0 when nothing was observed since the last report."""
+    writable: bool = True
+    """False while only writing fails (read-only, full): its chunks are still read, nothing new is placed on it."""
+
+
+def lane_slots(capacity: int, lanes: int, stripe: int) -> int:
+    """Slots of one lane on a device of `capacity` bytes that `lanes` ranks share."""
+    return capacity // lanes // stripe
 
 
 def cut_spans(segments: Sequence[int], stripe: int, block: int = 4096) -> tuple[Span, ...]:
