@@ -1,0 +1,75 @@
+"""Opening one lane of the pool: the devices as one worker process sees them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+from pathlib import Path
+
+from forebay.storage.config import PoolConfig
+from forebay.storage.device import open_device, prepare_device
+from forebay.storage.errors import PoolError
+from forebay.storage.plan import lane_slots
+from forebay.storage.transfer import TransferEngine
+
+
+def pool_uuid(config: PoolConfig) -> bytes:
+    """The pool's identity (16 bytes), made by whichever process asks first and kept in `<path>/uuid`.
+
+    Raises:
+        PoolError: the folder cannot be created or written.
+    """
+    try:
+        config.path.mkdir(parents=True, exist_ok=True)
+        return _read_or_create(config.path / "uuid")
+    except OSError as error:
+        raise PoolError(f"pool folder {config.path}: {error.strerror}; give `path` a folder that can be written") from None
+
+
+def _read_or_create(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        text = os.read(descriptor, 64).strip()
+        if not text:
+            text = uuid.uuid4().hex.encode()
+            os.pwrite(descriptor, text + b"\n", 0)
+            os.fsync(descriptor)
+        return uuid.UUID(text.decode()).bytes
+    except ValueError:
+        raise PoolError(f"{path} does not hold a pool's uuid; run `forebay pool clear` to start afresh") from None
+    finally:
+        os.close(descriptor)
+
+
+def open_lane(config: PoolConfig, lane: int = 0, lanes: int = 1, *, shared_memory: bool = False) -> TransferEngine:
+    """Open every device and the engine that moves one lane's bytes.
+
+    Args:
+        config: the pool.
+        lane: this process's lane.
+        lanes: lanes in all.
+        shared_memory: `dram` regions are one piece of memory that all worker processes see (replicated layouts).
+
+    Raises:
+        DeviceError, PoolError: a device or the pool's folder cannot be used.
+    """
+    identity = pool_uuid(config)
+    devices, slots, whole = [], [], []
+    for device in config.devices:
+        capacity = prepare_device(device, identity)
+        per_lane = lane_slots(capacity, lanes, config.stripe)
+        slots.append(per_lane)
+        private = device.kind == "dram" and not shared_memory
+        whole.append(not private)
+        shared = f"forebay-{identity.hex()}-{device.name}" if device.kind == "dram" and shared_memory else None
+        devices.append(
+            open_device(
+                device,
+                pool_uuid=identity,
+                capacity=per_lane * config.stripe if private else capacity,
+                shared=shared,
+            )
+        )
+    return TransferEngine(config, devices, lane=lane, lane_slots=slots, lane_offsets=whole)

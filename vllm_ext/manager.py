@@ -1,0 +1,154 @@
+"""The scheduler's side: vLLM's offloading manager on top of the pool's index."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from forebay.storage.pool import Lookup, Pool
+from forebay.vllm_ext.metadata import ForebayLoadSpec, ForebayStoreSpec, ForebayWorkerMetadata, JobReport
+from forebay.vllm_ext.metrics import PoolMetrics
+
+logger = logging.getLogger(__name__)
+
+_LOOKUPS = {
+    Lookup.MISS: LookupResult.MISS,
+    Lookup.WRITING: LookupResult.HIT_PENDING,
+    Lookup.READY: LookupResult.HIT,
+}
+
+
+class ForebayManager(OffloadingManager):
+    """Answers vLLM's scheduler from the pool. vLLM's block hashes are the keys, used as given.
+
+    A LoRA adapter enters vLLM's hash by name only, so an adapter that was reloaded with other weights under its
+    old name would hit its predecessor's blocks; the adapter's content is therefore appended to the key.
+
+    Args:
+        pool: the opened pool; closed by `shutdown`.
+        chunk_bytes: bytes of one chunk of any group on one rank.
+        layer_groups: into how many striped segments a chunk is cut.
+    """
+
+    def __init__(self, pool: Pool, segments: Sequence[int]) -> None:
+        self.pool = pool
+        self.metrics = PoolMetrics(pool)
+        self._segments = tuple(segments)
+        self._adapters: dict[str, bytes] = {}
+        """Request id -> fingerprint of its LoRA adapter; requests without one are not listed."""
+        self._reports: dict[OffloadKey, dict[int, tuple[int, ...]]] = {}
+        """Checksums of stores that have not ended on all ranks, by pool key and lane."""
+        self._failed: set[bytes] = set()
+        """Keys of stores that failed on some rank and have not been completed."""
+
+    def set_adapter(self, req_id: str, fingerprint: bytes) -> None:
+        """Keep the keys of a request with a LoRA adapter apart, by the adapter's content."""
+        self._adapters[req_id] = fingerprint
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Hit, pending (being written) or miss."""
+        return _LOOKUPS[self.pool.lookup(self._key(key, req_context))]
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """Disk as soon as one stripe comes from one: that is what the hit waits for."""
+        return CacheHitSource.HOST if self.pool.in_memory(self._key(key, req_context)) else CacheHitSource.DISK
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Mark a prefix as used, its first chunk as the most recent."""
+        self.pool.touch([self._key(key, req_context) for key in keys])
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ForebayLoadSpec:
+        """Lease the chunks and say where they lie."""
+        pool_keys = [self._key(key, req_context) for key in keys]
+        self.pool.touch(pool_keys)
+        plans = {plan.key: plan for plan in self.pool.prepare_load(pool_keys)}
+        return ForebayLoadSpec(pool_keys, [get_offload_group_idx(key) for key in keys], plans)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Release the leases; what failed was dropped when it was reported."""
+        self.pool.complete_load([self._key(key, req_context) for key in keys])
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Find places for the chunks that are not in the pool; a full or busy pool takes as long a prefix as fits."""
+        by_pool_key = {self._key(key, req_context): key for key in keys}
+        plans = self.pool.prepare_store(list(by_pool_key), self._segments)
+        stored = [by_pool_key[plan.key] for plan in plans]
+        spec = ForebayStoreSpec(plans, [get_offload_group_idx(key) for key in stored])
+        return PrepareStoreOutput(keys_to_store=stored, store_spec=spec, evicted_keys=[])
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """Publish the chunks that every rank has written; drop the others."""
+        done: dict[bytes, list[tuple[int, ...]]] = {}
+        failed: list[bytes] = []
+        for key in (self._key(key, req_context) for key in keys):
+            lanes = self._reports.pop(OffloadKey(key), {})
+            if success and key not in self._failed and len(lanes) == self.pool.lanes:
+                done[key] = [lanes[lane] for lane in range(self.pool.lanes)]
+            else:
+                failed.append(key)
+            self._failed.discard(key)
+        self.pool.complete_store(done, failed)
+
+    def absorb(self, metadata: ForebayWorkerMetadata, first_valid_job: int) -> None:
+        """Take in what the workers report, before vLLM completes the jobs.
+
+        Failed loads leave the index here, so that the request misses when it is scheduled again; otherwise it
+        would hit, load and fail for ever. Jobs before `first_valid_job` belong to a cache that was reset.
+        """
+        for job, report in metadata.reports.items():
+            if job >= first_valid_job:
+                self._absorb_report(report)
+        for health in metadata.health.values():
+            self.pool.report_health(health)
+        self.metrics.record(metadata)
+
+    def _absorb_report(self, report: JobReport) -> None:
+        for key, lanes in report.checksums.items():
+            self._reports.setdefault(OffloadKey(key), {}).update(lanes)
+        if report.failed:
+            key, reason = next(iter(report.failed.items()))
+            logger.warning("%d chunks failed and are dropped from the pool (first: %s)", len(report.failed), reason)
+            self._failed.update(key for key in report.failed if self.pool.lookup(key) is Lookup.WRITING)
+            self.pool.drop([key for key in report.failed if self.pool.lookup(key) is Lookup.READY])
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Nothing to prepare."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Nothing to clean up here: completions may still come, so the adapter is forgotten by `forget`."""
+
+    def forget(self, live_requests: Iterable[str]) -> None:
+        """Forget the adapters of requests that vLLM no longer tracks."""
+        live = set(live_requests)
+        self._adapters = {req_id: adapter for req_id, adapter in self._adapters.items() if req_id in live}
+
+    def reset_cache(self) -> None:
+        """Empty this namespace."""
+        self._reports.clear()
+        self._failed.clear()
+        self.pool.reset()
+
+    def get_stats(self):  # type: ignore[no-untyped-def]  # noqa: ANN201 - vLLM's stats class, private to it
+        """Metrics since the last call."""
+        return self.metrics.take()
+
+    def shutdown(self) -> None:
+        """Close the pool: a clean stop needs no verification at the next start."""
+        self.pool.close()
+
+    def _key(self, key: OffloadKey, req_context: ReqContext) -> bytes:
+        if not self._adapters:
+            return key
+        return key + self._adapters.get(req_context.req_id, b"")

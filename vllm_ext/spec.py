@@ -1,0 +1,133 @@
+"""The offloading spec: builds the manager in the scheduler's process and the worker in each worker process."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from forebay.storage.config import PoolConfig, load_config
+from forebay.storage.errors import ConfigError
+from forebay.storage.lanes import open_lane
+from forebay.storage.namespace import Namespace, weights_fingerprint
+from forebay.storage.pool import Pool
+from forebay.storage.units import format_bytes
+from forebay.vllm_ext import metrics
+from forebay.vllm_ext.layout import ChunkLayout
+from forebay.vllm_ext.manager import ForebayManager
+from forebay.vllm_ext.worker import ForebayWorker
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_KEY = "forebay_weights"
+"""Entry of the extra configuration in which the connector leaves the fingerprint of the model's weights."""
+
+
+class ForebaySpec(OffloadingSpec):
+    """`kv_connector_extra_config: {"pool": "pool.yaml"}`, or the pool's keys in place of the path."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """The pool's Prometheus metrics."""
+        return metrics.definitions()
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        if config.canonical_layout:
+            raise ConfigError("canonical_layout is not supported by the forebay pool; remove it from kv_connector_extra_config")
+        self.replicated_layout = config.replicated_layout
+        self.pool_config = read_pool_config(config.extra_config, config.parallel.data_parallel_index, config.parallel.data_parallel_size)
+        self.lanes = 1 if config.replicated_layout else config.parallel.world_size
+        self.lane = 0 if config.replicated_layout else config.parallel.rank
+
+    def get_manager(self) -> OffloadingManager:
+        """Open the pool; called once, in the scheduler's process."""
+        pool = Pool.open(self.pool_config, namespace(self.config), self.lanes)
+        stats = pool.stats()
+        logger.info(
+            "forebay KV pool is live: %s over %d devices (%s), %d chunks warm, placement %s",
+            format_bytes(sum(device.capacity_bytes for device in stats.devices)),
+            len(stats.devices),
+            ", ".join(f"{device.name} {format_bytes(device.capacity_bytes)}" for device in stats.devices),
+            stats.chunks,
+            self.pool_config.placement,
+        )
+        return ForebayManager(pool, self._segments())
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Open the devices; called once in each worker process."""
+        shared = self.config.parallel.world_size > 1 and self.lanes == 1
+        engine = open_lane(self.pool_config, self.lane, self.lanes, shared_memory=shared)
+        layout = ChunkLayout(kv_caches, [group.group_id for group in self.config.groups], self.blocks_per_chunk)
+        if kv_caches.tensors[0].tensor.is_cuda:
+            from forebay.vllm_ext.staging import StagedWorker
+
+            return StagedWorker(engine, kv_caches, layout)
+        return ForebayWorker(engine, kv_caches, layout)
+
+    def _segments(self) -> Sequence[int]:
+        """Bytes of each striped segment of a chunk.
+
+        vLLM's groups alias the same pages of one allocation, so every group's chunk has the size of a whole
+        block of it; a group with smaller pages is padded (`ChunkLayout.memory`).
+        """
+        block = self.config.worker_kv_bytes_per_block
+        layers = max(len(group.layer_names) for group in self.config.groups)
+        groups = min(self.pool_config.layer_groups, layers)
+        total = block * self.blocks_per_chunk
+        if groups == 1:
+            return (total,)
+        per_layer = total // layers
+        counts = [layers // groups + (index < layers % groups) for index in range(groups)]
+        segments = [count * per_layer for count in counts]
+        segments[-1] += total - sum(segments)
+        return segments
+
+
+def read_pool_config(extra: Mapping[str, Any], dp_rank: int = 0, dp_size: int = 1) -> PoolConfig:
+    """The pool's configuration out of vLLM's extra configuration.
+
+    `{dp_rank}` in paths is replaced by the data-parallel rank: every replica has its own pool.
+
+    Raises:
+        ConfigError: no `pool` given, replicas that would share one, or what `load_config` refuses.
+    """
+    source = extra.get("pool")
+    if source is None:
+        raise ConfigError('kv_connector_extra_config has no "pool"; add {"pool": "pool.yaml"}')
+    if not isinstance(source, str | Mapping):
+        raise ConfigError(f'"pool" is {source!r}; give the path of a pool.yaml or its keys')
+    config = load_config(source)
+    paths = [str(config.path), *(str(device.path) for device in config.devices if device.path)]
+    if dp_size > 1 and not all("{dp_rank}" in path for path in paths):
+        raise ConfigError(f"{dp_size} data-parallel replicas would share {paths[0]!r}; put {{dp_rank}} into every path of the pool")
+    data = json.loads(config.model_dump_json().replace("{dp_rank}", str(dp_rank)))
+    return PoolConfig.model_validate(data)
+
+
+def namespace(config: OffloadingConfig) -> Namespace:
+    """What must be equal for one KV block to stand for another."""
+    parallel = config.parallel
+    return Namespace(
+        model=config.model.name,
+        weights=str(config.extra_config.get(WEIGHTS_KEY) or weights_fingerprint(config.model.name)),
+        dtype=config.model.dtype,
+        layout=config.kv_cache_layout or "",
+        tokens_per_block=config.cache.tokens_per_hash,
+        blocks_per_chunk=config.cache.blocks_per_chunk,
+        tp=parallel.tp_size,
+        pp=parallel.pp_size,
+        pcp=parallel.pcp_size,
+        dcp=parallel.dcp_size,
+        groups=tuple(f"{group.group_id}:{group.tokens_per_block}:{','.join(group.layer_names)}" for group in config.groups),
+    )
