@@ -11,7 +11,7 @@ import os
 import select
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forebay.storage.config import PoolConfig
@@ -85,9 +85,14 @@ class TransferEngine:
         """Register memory that transfers will name, with every device. Returns whether all of them took it."""
         return all([device.register(address, length) for device in self.devices])
 
-    def submit_load(self, transfer: int, chunks: Iterable[tuple[LoadPlan, Memory]]) -> None:
-        """Read chunks into memory; the result comes from `poll` under the id `transfer`."""
-        job = self._open(transfer, is_load=True)
+    def submit_load(
+        self, transfer: int, chunks: Iterable[tuple[LoadPlan, Memory]], failed: Mapping[bytes, str] | None = None
+    ) -> None:
+        """Read chunks into memory; the result comes from `poll` under the id `transfer`.
+
+        `failed` names keys that the caller already knows to have failed; they are part of the result.
+        """
+        job = self._open(transfer, failed, is_load=True)
         batches: defaultdict[int, list[Op]] = defaultdict(list)
         for plan, memory in chunks:
             expected = plan.checksums[self.lane] if plan.verify else (None,) * len(plan.spans)
@@ -97,9 +102,11 @@ class TransferEngine:
                 self._add(batches, stripe, Direction.READ, extent, pieces[index])
         self._launch(job, batches)
 
-    def submit_store(self, transfer: int, chunks: Iterable[tuple[StorePlan, Memory]]) -> None:
+    def submit_store(
+        self, transfer: int, chunks: Iterable[tuple[StorePlan, Memory]], failed: Mapping[bytes, str] | None = None
+    ) -> None:
         """Write chunks from memory, below loads in priority; the result carries their checksums."""
-        job = self._open(transfer, is_load=False)
+        job = self._open(transfer, failed, is_load=False)
         batches: defaultdict[int, list[Op]] = defaultdict(list)
         for plan, memory in chunks:
             job.pending_checksums[plan.key] = [0] * len(plan.spans)
@@ -126,7 +133,7 @@ class TransferEngine:
         """Poll until the given transfers (all, when None) are finished or `timeout` seconds have passed."""
         end = None if timeout is None else time.monotonic() + timeout
         results = self.poll()
-        while self._waits_for(transfers):
+        while self.pending(transfers):
             left = 0.1 if end is None else min(0.1, end - time.monotonic())
             if left <= 0:
                 break
@@ -141,13 +148,19 @@ class TransferEngine:
                 for index, tags in job.outstanding.items():
                     self.devices[index].cancel(tuple(tags))
 
-    def busy(self) -> bool:
-        """Whether any transfer is out."""
-        return bool(self._transfers)
+    def pending(self, transfers: Collection[int] | None = None) -> bool:
+        """Whether any of these transfers (any at all, when None) is still out."""
+        if transfers is None:
+            return bool(self._transfers)
+        return any(transfer in self._transfers for transfer in transfers)
 
     def health(self) -> list[DeviceHealth]:
         """The state of every device, for `Pool.report_health`."""
         return [monitor.report() for monitor in self._monitors]
+
+    def queue_depths(self) -> dict[str, int]:
+        """Operations waiting or in flight on each device."""
+        return {device.name: (stats := device.stats()).queued + stats.in_flight for device in self.devices}
 
     def close(self) -> None:
         """Drop what is outstanding and close the devices."""
@@ -157,8 +170,8 @@ class TransferEngine:
         self._transfers.clear()
         self._stripes.clear()
 
-    def _open(self, transfer: int, *, is_load: bool) -> _Transfer:
-        job = _Transfer(TransferResult(transfer), is_load, time.monotonic())
+    def _open(self, transfer: int, failed: Mapping[bytes, str] | None, *, is_load: bool) -> _Transfer:
+        job = _Transfer(TransferResult(transfer, dict(failed or {})), is_load, time.monotonic())
         self._transfers[transfer] = job
         return job
 
@@ -238,11 +251,6 @@ class TransferEngine:
                             self._stripes[tag].key, f"{self._monitors[index].name}: no answer within {limit:g} s"
                         )
                     self.devices[index].cancel(tuple(tags))
-
-    def _waits_for(self, transfers: Collection[int] | None) -> bool:
-        if transfers is None:
-            return bool(self._transfers)
-        return any(transfer in self._transfers for transfer in transfers)
 
 
 def slice_memory(memory: Memory, spans: Sequence[Span]) -> list[list[tuple[int, int]]]:
