@@ -57,11 +57,11 @@ class ForebayTier(SecondaryTierManager):
         self._pool = Pool.open(config, namespace(offloading_spec.config))
         self._engine = open_lane(config)
         self._metrics = metrics.PoolMetrics(self._pool)
-        self._view = primary_kv_view.cast("B")
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
-        self._engine.register(self._address, self._view.nbytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(primary_kv_view.cast("B")))
+        self._engine.register(self._address, primary_kv_view.nbytes)
         self._jobs: dict[int, tuple[TransferJob, bool]] = {}
         """Jobs on their way, each with whether it is a load."""
+        self._drained: list[TransferResult] = []
         logger.info("forebay tier is live: %d chunks warm", self._pool.stats().chunks)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -92,11 +92,12 @@ class ForebayTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that have ended, failed keys left out of `successful_keys`."""
-        return self._end(self._engine.poll())
+        drained, self._drained = self._drained, []
+        return self._end(drained + self._engine.poll())
 
     def drain_jobs(self) -> None:
         """Wait for everything on its way; the results stay for `get_finished_jobs`."""
-        self._engine.wait()
+        self._drained += self._engine.wait()
 
     def has_pending_work(self) -> bool:
         """Whether vLLM must keep stepping for a completion."""
