@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 
 
@@ -21,11 +22,14 @@ class ChunkLayout:
     def __init__(self, kv_caches: CanonicalKVCaches, group_ids: Sequence[int], blocks_per_chunk: int) -> None:
         self.blocks_per_chunk = blocks_per_chunk
         self._position = {group: index for index, group in enumerate(group_ids)}
-        self._pages: list[list[tuple[int, int, int]]] = []
+        self._tensors = [
+            [(kv_caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ]
+        self._pages = [
+            [(tensor.data_ptr(), tensor.stride(0), page) for tensor, page in tensors] for tensors in self._tensors
+        ]
         """Per group and layer: address of block 0, bytes from block to block, bytes of a page."""
-        for refs in kv_caches.group_data_refs:
-            tensors = [(kv_caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
-            self._pages.append([(tensor.data_ptr(), tensor.stride(0), page) for tensor, page in tensors])
 
     def chunk_bytes(self, group: int) -> int:
         """Bytes of a chunk of this group on this rank."""
@@ -46,6 +50,12 @@ class ChunkLayout:
         ]
         padding = length - self.chunk_bytes(group)
         return [*pieces, (0, padding)] if padding else pieces
+
+    def views(self, group: int, blocks: Sequence[int | None]) -> Iterator[tuple[torch.Tensor | None, int]]:
+        """The pages of a chunk in order: an int8 view of each (None for a block not in memory) and its bytes."""
+        for tensor, page in self._tensors[self._position[group]]:
+            for block in blocks:
+                yield (None if block is None else tensor[block, :page]), page
 
     def chunks(self, groups: Iterable[int], spec: GPULoadStoreSpec) -> Iterator[list[int | None]]:
         """The block ids of each chunk, for chunks listed group by group as `spec` lists their blocks.

@@ -31,14 +31,16 @@ class ForebayWorker(OffloadingWorker):
     failed, and `failed_blocks` which blocks they were to fill.
     """
 
-    def __init__(self, engine: TransferEngine, kv_caches: CanonicalKVCaches, layout: ChunkLayout) -> None:
+    def __init__(
+        self, engine: TransferEngine, kv_caches: CanonicalKVCaches, layout: ChunkLayout, *, register: bool = True
+    ) -> None:
         self.engine = engine
         self.layout = layout
         self._blocks: dict[int, dict[bytes, list[int]]] = {}
         """Target blocks of each key of each load on its way."""
         self._results: list[TransferResult] = []
         storages = {tensor.tensor.untyped_storage().data_ptr(): tensor.tensor for tensor in kv_caches.tensors}
-        for address, tensor in storages.items():
+        for address, tensor in storages.items() if register else ():
             engine.register(address, tensor.untyped_storage().nbytes())
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
@@ -50,11 +52,11 @@ class ForebayWorker(OffloadingWorker):
         for key, group, ids in zip(src_spec.keys, src_spec.groups, self.layout.chunks(src_spec.groups, dst_spec)):
             blocks[key] = [block for block in ids if block is not None]
             plan = src_spec.plans.get(key)
-            problem = "no longer in the pool" if plan is None else self._misfit(group, _length(plan))
+            problem = "no longer in the pool" if plan is None else self._misfit(group, plan_length(plan))
             if plan is None or problem:
                 missing[key] = problem
             else:
-                chunks.append((plan, self.layout.memory(group, ids, _length(plan))))
+                chunks.append((plan, self.layout.memory(group, ids, plan_length(plan))))
         self._blocks[job_id] = blocks
         self.engine.submit_load(job_id, chunks, failed=missing)
         return True
@@ -65,10 +67,10 @@ class ForebayWorker(OffloadingWorker):
         chunks: list[tuple[StorePlan, Memory]] = []
         misfits: dict[bytes, str] = {}
         for plan, group, ids in zip(dst_spec.plans, dst_spec.groups, self.layout.chunks(dst_spec.groups, src_spec)):
-            if problem := self._misfit(group, _length(plan)):
+            if problem := self._misfit(group, plan_length(plan)):
                 misfits[plan.key] = problem
             else:
-                chunks.append((plan, self.layout.memory(group, ids, _length(plan))))
+                chunks.append((plan, self.layout.memory(group, ids, plan_length(plan))))
         self.engine.submit_store(job_id, chunks, failed=misfits)
         return True
 
@@ -115,6 +117,7 @@ class ForebayWorker(OffloadingWorker):
         return f"a chunk of group {group} has {mine} bytes on this rank but {length} in the pool"
 
 
-def _length(plan: LoadPlan | StorePlan) -> int:
+def plan_length(plan: LoadPlan | StorePlan) -> int:
+    """Bytes of the chunk that a plan describes."""
     last = plan.spans[-1]
     return last.offset + last.length
