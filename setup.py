@@ -14,7 +14,9 @@ FOLDERS = ("storage", "vllm_ext", "cli", "bench")
 SOURCES = sorted(glob.glob("storage/device/_native.c") + glob.glob("storage/device/native/*.c"))
 HEADERS = sorted(glob.glob("storage/device/native/*.h"))
 
-PACKAGES = [f"forebay.{package}" for top in FOLDERS for package in [top, *(f"{top}.{sub}" for sub in find_packages(top))]]
+PACKAGES = [f"forebay.{top}" for top in FOLDERS] + [
+    f"forebay.{top}.{sub}" for top in FOLDERS for sub in find_packages(top)
+]
 
 NATIVE = Extension(
     "forebay.storage.device._native",
@@ -29,6 +31,7 @@ NATIVE = Extension(
 setup(
     packages=PACKAGES,
     package_dir={f"forebay.{name}": name for name in FOLDERS},
+    include_package_data=False,
     package_data={f"forebay.{name}": ["py.typed"] for name in FOLDERS},
     ext_modules=[NATIVE] if SOURCES else [],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if SOURCES else {},

@@ -13,7 +13,7 @@ total=$(cat "$@" | grep -c '==')
 say "installing $total pinned packages (about 500 MB to download the first time)"
 log=$(mktemp)
 tty=$([ -t 2 ] && echo 1 || echo 0)
-"$python" -m pip install --no-deps --progress-bar off "${options[@]}" 2>&1 </dev/null | tee "$log" | awk -v total="$total" -v tty="$tty" '
+"$python" -m pip install --no-deps --no-compile --progress-bar off "${options[@]}" 2>&1 </dev/null | tee "$log" | awk -v total="$total" -v tty="$tty" '
     /^Collecting / { n++; if (tty) printf "\r\033[K  %d/%d %s", n, total, $2 > "/dev/stderr" }
     /^Installing collected/ { if (tty) printf "\r\033[K  unpacking" > "/dev/stderr" }
     END { if (tty) printf "\r\033[K" > "/dev/stderr" }' || {
