@@ -6,12 +6,15 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
+    Medium,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    TierFilter,
     get_offload_group_idx,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -57,8 +60,14 @@ class ForebayManager(OffloadingManager):
         self._adapters[req_id] = fingerprint
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Hit, pending (being written) or miss."""
-        return _LOOKUPS[self.pool.lookup(self._key(key, req_context))]
+        """Hit, pending (being written) or miss; a request may rule tiers out (`kv_load_tiers`)."""
+        pool_key = self._key(key, req_context)
+        tiers = req_context.load_tier_filter
+        if tiers is not TierFilter.ALL:
+            medium = Medium.CPU if self.pool.in_memory(pool_key) else Medium.STORAGE
+            if not tiers.allows(medium, Locality.LOCAL):
+                return LookupResult.MISS
+        return _LOOKUPS[self.pool.lookup(pool_key)]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Disk as soon as one stripe comes from one: that is what the hit waits for."""
