@@ -1,0 +1,112 @@
+/* Copies between an operation's scattered memory and a flat buffer, with the CRC computed while data is in cache. */
+#define _GNU_SOURCE
+#include "crc32c.h"
+#include "queue.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+#define BLOCK (16 << 10) /* small enough that what was just copied is still in L1/L2 when it is hashed */
+#define HUGE_PAGE (2ul << 20)
+
+static size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+void op_gather(Op *op, char *flat)
+{
+    uint32_t crc = 0;
+    for (uint32_t i = 0; i < op->count; i++) {
+        const char *piece = op->pieces[i].iov_base;
+        for (size_t at = 0, left = op->pieces[i].iov_len; left;) {
+            size_t size = least(left, BLOCK);
+            if (piece)
+                memcpy(flat, piece + at, size);
+            else
+                memset(flat, 0, size);
+            if (op->checksum)
+                crc = crc32c(crc, flat, size);
+            flat += size, at += size, left -= size;
+        }
+    }
+    op->crc = crc;
+}
+
+void op_fill(Op *op, char *stage)
+{
+    op_gather(op, stage);
+    memset(stage + op->length, 0, op->padded - op->length);
+}
+
+void op_scatter(Op *op, const char *flat)
+{
+    uint32_t crc = 0;
+    for (uint32_t i = 0; i < op->count; i++) {
+        char *piece = op->pieces[i].iov_base;
+        for (size_t at = 0, left = op->pieces[i].iov_len; left;) {
+            size_t size = least(left, BLOCK);
+            if (piece)
+                memcpy(piece + at, flat, size);
+            if (op->checksum)
+                crc = crc32c(crc, flat, size);
+            flat += size, at += size, left -= size;
+        }
+    }
+    op->crc = crc;
+}
+
+void op_hash(Op *op)
+{
+    uint32_t crc = 0;
+    for (uint32_t i = 0; i < op->count; i++)
+        crc = crc32c(crc, op->pieces[i].iov_base, op->pieces[i].iov_len);
+    op->crc = crc;
+}
+
+struct iovec op_rest(const Op *op, const struct iovec *pieces)
+{
+    uint64_t skip = op->done;
+    while (skip >= pieces->iov_len)
+        skip -= pieces++->iov_len;
+    return (struct iovec){(char *)pieces->iov_base + skip, pieces->iov_len - skip};
+}
+
+/* Powers of two, so that operations of many lengths make a buffer grow but a few times. */
+size_t stage_size(uint64_t least)
+{
+    size_t size = 64 << 10;
+    while (size < least)
+        size *= 2;
+    return size;
+}
+
+static size_t whole_pages(size_t size)
+{
+    return size >= HUGE_PAGE ? (size + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1) : (size + 4095) & ~4095ul;
+}
+
+/* Page aligned, on huge pages where they can be had: fewer segments per I/O. NULL without memory. */
+char *stage_new(size_t size)
+{
+    size = whole_pages(size);
+    size_t extra = size >= HUGE_PAGE ? HUGE_PAGE : 0;
+    char *base = mmap(NULL, size + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED)
+        return NULL;
+    if (!extra)
+        return base;
+    char *aligned = (char *)(((uintptr_t)base + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1));
+    if (aligned > base)
+        munmap(base, (size_t)(aligned - base));
+    if (base + extra > aligned)
+        munmap(aligned + size, (size_t)(base + extra - aligned));
+    madvise(aligned, size, MADV_HUGEPAGE);
+    return aligned;
+}
+
+void stage_free(char *stage, size_t size)
+{
+    if (stage)
+        munmap(stage, whole_pages(size));
+}
