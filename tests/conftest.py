@@ -1,0 +1,37 @@
+"""What all tests share: the marker `needs`, and the demo model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+PACKAGES = {"fio": "fio", "qemu-storage-daemon": "qemu-system-common", "losetup": "mount"}
+
+
+def missing(tool: str) -> str:
+    """Why `tool` (a program, or `root`) cannot be used here, empty when it can."""
+    if tool == "root":
+        return "" if os.geteuid() == 0 else "needs root"
+    return "" if shutil.which(tool) else f"needs {tool}; as root: apt-get install {PACKAGES.get(tool, tool)}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("needs"):
+        for reason in filter(None, map(missing, marker.args)):
+            if os.environ.get("CI") == "true":
+                pytest.fail(f"{reason} (CI=true does not skip)", pytrace=False)
+            pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct, from the cache (about 20 s the first time)."""
+    from forebay.bench.models import demo_model
+
+    return demo_model()
