@@ -53,7 +53,9 @@ def refuse_in_use(device: str, path: Path, fd: int) -> None:
     except OSError as error:
         if error.errno != errno.EBUSY:
             raise
-        raise DeviceError(device, f"{path} is in use (mounted, swap or RAID)", "free it, or give another path") from None
+        raise DeviceError(
+            device, f"{path} is in use (mounted, swap or RAID)", "free it, or give another path"
+        ) from None
     number = os.fstat(fd).st_rdev
     partitions = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").glob("*/partition")
     if found := sorted(partition.parent.name for partition in partitions):
@@ -72,4 +74,6 @@ def refuse_foreign(device: str, path: Path, fd: int) -> None:
     if tail.startswith(b"EFI PART"):
         found.append("the backup of a GPT partition table")
     if found:
-        raise DeviceError(device, f"{path} contains {found[0]}", f"run `wipefs -a {path}` if it may be lost, or give another path")
+        raise DeviceError(
+            device, f"{path} contains {found[0]}", f"run `wipefs -a {path}` if it may be lost, or give another path"
+        )

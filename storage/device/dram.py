@@ -75,7 +75,9 @@ def _map_private(config: DeviceConfig, size: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, size, flags=flags)
     except OSError as error:
-        raise DeviceError(config.name, f"{format_bytes(size)} cannot be mapped ({error.strerror})", "make it smaller") from None
+        raise DeviceError(
+            config.name, f"{format_bytes(size)} cannot be mapped ({error.strerror})", "make it smaller"
+        ) from None
 
 
 def _available_memory() -> int:

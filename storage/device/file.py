@@ -213,7 +213,9 @@ def _open_queue(config: DeviceConfig, fd: int, capacity: int, alignments: direct
             reason = error.strerror
         if config.engine == "io_uring":
             raise DeviceError(
-                config.name, f"io_uring is refused ({reason})", "allow it (seccomp, kernel.io_uring_disabled) or set `engine: auto`"
+                config.name,
+                f"io_uring is refused ({reason})",
+                "allow it (seccomp, kernel.io_uring_disabled) or set `engine: auto`",
             )
         _say_threads(reason)
     return _queue("threads", min(config.depth, MAX_THREADS), config, fd, capacity, alignments)

@@ -49,7 +49,9 @@ class SharedFile:
                 if os.fstat(fd).st_nlink and os.fstat(fd).st_size == self._size:
                     return fd
                 if os.fstat(fd).st_nlink:
-                    self._refuse(f"{self._path} has {os.fstat(fd).st_size} bytes, not {self._size}", "use one size everywhere")
+                    self._refuse(
+                        f"{self._path} has {os.fstat(fd).st_size} bytes, not {self._size}", "use one size everywhere"
+                    )
             except BaseException:
                 os.close(fd)
                 raise
@@ -65,7 +67,9 @@ class SharedFile:
             self._path.unlink(missing_ok=True)
             if error.errno != errno.ENOSPC:
                 raise
-            self._refuse(f"/dev/shm has no room for {format_bytes(self._size)}", "enlarge it or make the device smaller")
+            self._refuse(
+                f"/dev/shm has no room for {format_bytes(self._size)}", "enlarge it or make the device smaller"
+            )
 
     def _refuse(self, problem: str, fix: str) -> None:
         raise DeviceError(self._device, problem, fix)
