@@ -66,7 +66,7 @@ def long_documents(model: Path, count: int, *, min_tokens: int = 4000, max_token
             documents.append(Document(title, text, question, tokens, _prompt(tokenizer, text, question)))
     if len(documents) < count:
         raise ForebayError(
-            f"only {len(documents)} of {count} texts have {min_tokens} to {max_tokens} tokens; ask for fewer or shorter ones"
+            f"only {len(documents)} of {count} texts have {min_tokens} to {max_tokens} tokens; ask for fewer or shorter"
         )
     return documents
 
