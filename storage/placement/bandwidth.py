@@ -1,0 +1,92 @@
+"""Stripes in proportion to read bandwidth, so that all devices of a load finish together.
+
+A load of N bytes, n_d of them on device d, takes T = max_d (l_d + n_d / B_d), with latency l_d and bandwidth
+B_d (see `ideal.py` for its minimum). Hits are prefixes of any length, so every prefix of the chunks written one
+after the other has to be balanced: each stripe goes where it would be finished first, given what the device
+already has to deliver. For stripes of equal length no other choice makes any prefix faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from forebay.storage.placement.base import Placement, PlacementState, usable
+from forebay.storage.plan import Span
+
+
+class Bandwidth(Placement):
+    """Smooth weighted round-robin by bandwidth, byte-exact; a full device's share goes to the others."""
+
+    name: ClassVar[str] = "bandwidth"
+
+    def eligible(self, key: bytes, weights: Sequence[float]) -> list[int]:
+        """Every usable device."""
+        return usable(weights)
+
+    def assign(
+        self,
+        key: bytes,
+        spans: Sequence[Span],
+        weights: Sequence[float],
+        free: Sequence[int],
+        state: PlacementState,
+    ) -> list[int] | None:
+        """Each stripe where it is finished first; None only when there are more stripes than slots."""
+        active = [device for device, weight in enumerate(weights) if weight > 0 and free[device] > 0]
+        if sum([free[device] for device in active]) < len(spans):
+            return None
+        work = _rejoin(state.work, active)
+        counts = _counts(spans, weights, free, list(work), active)
+        chosen = [device for device in active for _ in range(counts[device])]
+        for device, span in zip(chosen, spans, strict=True):
+            work[device] += span.length / weights[device]
+        state.work = work
+        return chosen
+
+
+class Equal(Bandwidth):
+    """Plain round-robin: as many stripes for the slow device as for the fast one."""
+
+    name: ClassVar[str] = "equal"
+
+    def assign(
+        self,
+        key: bytes,
+        spans: Sequence[Span],
+        weights: Sequence[float],
+        free: Sequence[int],
+        state: PlacementState,
+    ) -> list[int] | None:
+        """The same number of stripes for each."""
+        return super().assign(key, spans, [1.0 if weight > 0 else 0.0 for weight in weights], free, state)
+
+
+def _rejoin(work: Sequence[float], active: Sequence[int]) -> list[float]:
+    """Work relative to the least loaded active device; one that sat out has no arrears to catch up."""
+    now = min([work[device] for device in active], default=0.0)
+    return [max(0.0, seconds - now) for seconds in work]
+
+
+def _counts(
+    spans: Sequence[Span], weights: Sequence[float], free: Sequence[int], work: list[float], active: Sequence[int]
+) -> list[int]:
+    """Stripes per device: each goes where it is finished first.
+
+    Which of them a device gets is decided afterwards: its stripes lie side by side, in chunk order, so that one
+    chunk is one sequential run on each device.
+    """
+    counts = [0] * len(weights)
+    open_devices = list(active)
+    for span in spans:
+        best = -1
+        earliest = 0.0
+        for device in open_devices:
+            finish = work[device] + span.length / weights[device]
+            if best < 0 or finish < earliest:
+                best, earliest = device, finish
+        work[best] = earliest
+        counts[best] += 1
+        if counts[best] == free[best]:
+            open_devices.remove(best)
+    return counts
