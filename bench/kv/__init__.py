@@ -1,0 +1,1 @@
+"""The KV pool against its peers: `forebay bench kv`."""
