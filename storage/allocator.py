@@ -163,7 +163,7 @@ class Allocator:
         return copies
 
     def _take(self, devices: Sequence[int], copies: Sequence[int]) -> Places:
-        """Slots on the chosen devices: all that one holds of the chunk, copies included, in one run if possible."""
+        """Slots on the chosen devices; all that one holds of the chunk, copies included, is a run if possible."""
         wanted: dict[int, list[int]] = {}
         for stripe, device in enumerate(devices):
             wanted.setdefault(device, []).append(2 * stripe)
@@ -173,6 +173,7 @@ class Allocator:
         both = [NOWHERE] * (2 * len(devices))
         for device, positions in wanted.items():
             base = device << 32
-            for position, slot in zip(sorted(positions), self._index.spaces[device].allocate(len(positions)), strict=True):
+            slots = self._index.spaces[device].allocate(len(positions))
+            for position, slot in zip(sorted(positions), slots, strict=True):
                 both[position] = base | slot
         return Places(both[::2], both[1::2] if copies else [])

@@ -59,14 +59,14 @@ class Journal:
 
     def rewrite(self, content: Iterable[bytes]) -> None:
         """Replace the file, in one step, by the preamble and `content`. A journal that had stopped works again."""
+        self._halt()
         try:
-            fd, size = self._write_new(content)
-            self._adopt(fd)
+            self._adopt(self._write_new(content))
         except OSError as error:
             self._give_up(error)
             return
         self.problem = ""
-        self.size = self.live = size
+        self.live = self.size
         self._start()
 
     def append(self, record: bytes, live: int = 0) -> None:
@@ -116,18 +116,22 @@ class Journal:
 
     def close(self) -> None:
         """Stop the background thread, write and commit what is queued; idempotent."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._halt()
         self.write()
         self.commit()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
+    def _halt(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def _start(self) -> None:
         if self._thread is None:
+            self._stop.clear()
             self._thread = threading.Thread(target=self._run, name="forebay-journal", daemon=True)
             self._thread.start()
 
@@ -144,26 +148,28 @@ class Journal:
         found = records.replay(data, str(self.path))
         if found is None or found.end != size:
             raise OSError(f"{self.path} holds {len(data)} bytes, {size} were written")
-        fd, _ = self._write_new(records.live_records(data, found))
+        fd = self._write_new(records.live_records(data, found))
         with self._lock:
-            _write_all(fd, os.pread(self._fd, self.size - size, size))
-            self._adopt(fd)
-            self.size = os.fstat(fd).st_size
-            self._unsynced = True
+            try:
+                _write_all(fd, os.pread(self._fd, self.size - size, size))
+                self._adopt(fd)
+                self._unsynced = True
+            finally:
+                if fd != self._fd:
+                    os.close(fd)
 
-    def _write_new(self, content: Iterable[bytes]) -> tuple[int, int]:
-        """A complete new file beside the old one, safe on disk: its descriptor and size."""
+    def _write_new(self, content: Iterable[bytes]) -> int:
+        """A complete new file beside the old one, safe on disk: its descriptor."""
         fd = os.open(self._new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            data = records.preamble() + b"".join(content)
-            _write_all(fd, data)
+            _write_all(fd, records.preamble() + b"".join(content))
             os.fsync(fd)
         except OSError:
             os.close(fd)
             with contextlib.suppress(OSError):
                 self._new_path.unlink()
             raise
-        return fd, len(data)
+        return fd
 
     def _adopt(self, fd: int) -> None:
         """Make the new file the journal."""
@@ -171,6 +177,7 @@ class Journal:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
+        self.size = os.lseek(fd, 0, os.SEEK_END)
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

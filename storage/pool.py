@@ -213,6 +213,8 @@ class Pool:
             if not self._wanted(self._prefix + key):
                 continue
             shape = self._shape(segments(key) if callable(segments) else segments)
+            if not shape.spans:
+                continue
             places = self._place(key, shape, protected)
             if places is None:
                 self._dropped_stores += len(keys) - position

@@ -4,7 +4,7 @@
     record  = length:u32 crc32:u32 kind:u8 payload[length]      the checksum covers kind and payload
     HEADER  = JSON: pool uuid, stripe, lanes, devices           first record, once
     NAMESPACE = fingerprint[16], JSON                           before the first chunk of a namespace
-    PUT     = generation:u64 name:u16 stripes:u16 lanes:u16, name, then per stripe length:u32, extent:i64, copy:i64,
+    PUT     = generation:u64 name:u16 stripes:u32 lanes:u16, name, then per stripe length:u32, extent:i64, copy:i64,
               and per lane and stripe CRC-32C:u32               a chunk is ready
     DROP    = generation:u64, repeated                          chunks are gone, their slots may hold anything
     RESET   = fingerprint[16]                                   all chunks of a namespace so far are gone
@@ -32,7 +32,7 @@ MAGIC = b"FOREBAYJ"
 FORMAT = 1
 _PREAMBLE = struct.Struct("<8sI")
 _FRAME = struct.Struct("<IIB")
-_PUT = struct.Struct("<QHHH")
+_PUT = struct.Struct("<QHIH")
 _GENERATION = struct.Struct("<Q")
 FINGERPRINT = 16
 

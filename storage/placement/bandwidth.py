@@ -36,12 +36,12 @@ class Bandwidth(Placement):
         active = [device for device, weight in enumerate(weights) if weight > 0 and free[device] > 0]
         if sum([free[device] for device in active]) < len(spans):
             return None
-        work = _rejoin(state.work, active)
-        counts = _counts(spans, weights, free, list(work), active)
+        counts = _counts(spans, weights, free, state.work, active)
         chosen = [device for device in active for _ in range(counts[device])]
+        work = list(state.work)
         for device, span in zip(chosen, spans, strict=True):
             work[device] += span.length / weights[device]
-        state.work = work
+        state.work = _relative(work, active)
         return chosen
 
 
@@ -62,31 +62,30 @@ class Equal(Bandwidth):
         return super().assign(key, spans, [1.0 if weight > 0 else 0.0 for weight in weights], free, state)
 
 
-def _rejoin(work: Sequence[float], active: Sequence[int]) -> list[float]:
-    """Work relative to the least loaded active device; one that sat out has no arrears to catch up."""
-    now = min([work[device] for device in active], default=0.0)
-    return [max(0.0, seconds - now) for seconds in work]
+def _relative(work: Sequence[float], active: Sequence[int]) -> list[float]:
+    """Work beyond that of the least loaded device in use; one that sits out gathers no arrears to catch up later."""
+    least = min([work[device] for device in active], default=0.0)
+    return [max(0.0, seconds - least) for seconds in work]
 
 
 def _counts(
-    spans: Sequence[Span], weights: Sequence[float], free: Sequence[int], work: list[float], active: Sequence[int]
+    spans: Sequence[Span], weights: Sequence[float], free: Sequence[int], work: Sequence[float], active: Sequence[int]
 ) -> list[int]:
-    """Stripes per device: each goes where it is finished first.
+    """Stripes per device: each goes where it is finished first, all taken to be as long as the longest.
 
     Which of them a device gets is decided afterwards: its stripes lie side by side, in chunk order, so that one
-    chunk is one sequential run on each device.
+    chunk is one sequential run on each device. Hence the equal lengths: who gets the short last one is not known yet.
     """
     counts = [0] * len(weights)
-    open_devices = list(active)
-    for span in spans:
-        best = -1
-        earliest = 0.0
-        for device in open_devices:
-            finish = work[device] + span.length / weights[device]
-            if best < 0 or finish < earliest:
-                best, earliest = device, finish
-        work[best] = earliest
+    if not spans:
+        return counts
+    longest = max([span.length for span in spans])
+    costs = {device: longest / weights[device] for device in active}
+    finish = {device: work[device] + costs[device] for device in active}
+    for _ in spans:
+        best = min(finish, key=finish.__getitem__)
+        finish[best] += costs[best]
         counts[best] += 1
         if counts[best] == free[best]:
-            open_devices.remove(best)
+            del finish[best]
     return counts
