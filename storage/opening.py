@@ -61,7 +61,7 @@ class Opened:
 
 def open_pool(config: PoolConfig, namespace: Namespace, lanes: int) -> Opened:
     """Lock the pool, prepare its devices and recover its index. Raises as `Pool.open` says."""
-    lock = _lock(config)
+    lock = lock_pool(config)
     try:
         header = _header(config, lanes)
         started = time.monotonic()
@@ -73,8 +73,13 @@ def open_pool(config: PoolConfig, namespace: Namespace, lanes: int) -> Opened:
         raise
 
 
-def _lock(config: PoolConfig) -> int:
-    """The open lock file, locked, with our process id in it."""
+def lock_pool(config: PoolConfig) -> int:
+    """The open lock file, locked, with our process id in it; closing it lets others open the pool.
+
+    Raises:
+        PoolBusyError: another process has it open.
+        PoolError: the folder cannot be written.
+    """
     try:
         config.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(config.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
