@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forebay.storage.config import PoolConfig
 from forebay.storage.device import open_device, prepare_device
-from forebay.storage.errors import PoolError
+from forebay.storage.errors import DeviceError, PoolError
 from forebay.storage.plan import lane_slots
 from forebay.storage.transfer import TransferEngine
 
@@ -41,6 +41,24 @@ def _read_or_create(path: Path) -> bytes:
         raise PoolError(f"{path} does not hold a pool's uuid; run `forebay pool clear` to start afresh") from None
     finally:
         os.close(descriptor)
+
+
+def check_paths(config: PoolConfig) -> None:
+    """Find at once what would fail later: folders that are missing or cannot be written, devices that are not there.
+
+    Raises:
+        DeviceError, PoolError: one line with the path and the fix.
+    """
+    for device in config.devices:
+        if device.path is None or device.path.exists():
+            continue
+        if device.path.is_relative_to("/dev"):
+            raise DeviceError(device.name, f"{device.path} does not exist", "name a block device that `lsblk` shows")
+        folder = device.path.parent
+        if folder != config.path and not os.access(folder, os.W_OK):
+            state = "cannot be written" if folder.exists() else "does not exist"
+            raise DeviceError(device.name, f"folder {folder} {state}", "create it, or correct `path`")
+    pool_uuid(config)
 
 
 def open_lane(config: PoolConfig, lane: int = 0, lanes: int = 1, *, shared_memory: bool = False) -> TransferEngine:

@@ -28,3 +28,5 @@ rm -f "$log"
     say "point pip at PyTorch's CPU index (PIP_EXTRA_INDEX_URL; the address is on PyTorch's installation page), then \`make clean setup\`"
     exit 1
 }
+
+"$python" tools/alias_vllm.py

@@ -26,7 +26,8 @@ from forebay.storage.plan import DeviceHealth, TransferResult
 from forebay.vllm_ext.manager import ForebayManager
 from forebay.vllm_ext.metadata import ForebayWorkerMetadata, JobReport
 from forebay.vllm_ext.plugin import register
-from forebay.vllm_ext.spec import WEIGHTS_KEY, ForebaySpec, read_pool_config
+from forebay.vllm_ext.pool_config import read_pool_config
+from forebay.vllm_ext.spec import WEIGHTS_KEY, ForebaySpec
 from forebay.vllm_ext.worker import ForebayWorker
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,10 @@ Runs in every vLLM process, possibly more than once; registers only what is miss
 
 from __future__ import annotations
 
+import json
 import logging
-
-logger = logging.getLogger(__name__)
+import sys
+from collections.abc import Sequence
 
 
 def register() -> None:
@@ -22,4 +23,45 @@ def register() -> None:
         OffloadingSpecFactory.register_spec("ForebaySpec", "forebay.vllm_ext.spec", "ForebaySpec")
     if "forebay" not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier("forebay", "forebay.vllm_ext.tier", "ForebayTier")
-    logger.debug("forebay is registered with vLLM")
+    _log_like_vllm()
+    check_command_line(sys.argv)
+
+
+def check_command_line(arguments: Sequence[str]) -> None:
+    """End `vllm serve` with one line when its pool cannot be used.
+
+    Without this the mistake would surface half a minute later, as three processes' tracebacks.
+
+    Raises:
+        SystemExit: with the line.
+    """
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, attached = option.partition("=")
+        if name.replace("_", "-") != "--kv-transfer-config":
+            continue
+        try:
+            config = json.loads(attached or value)
+        except ValueError:
+            continue  # vLLM says what is wrong with it
+        if isinstance(config, dict) and config.get("kv_connector") == "ForebayConnector":
+            _check_pool(config.get("kv_connector_extra_config") or {})
+
+
+def _check_pool(extra: dict[str, object]) -> None:
+    from forebay.storage.errors import ForebayError
+    from forebay.storage.lanes import check_paths
+    from forebay.vllm_ext.pool_config import read_pool_config
+
+    try:
+        check_paths(read_pool_config(extra))
+    except ForebayError as error:
+        raise SystemExit(f"forebay: {error}") from None
+
+
+def _log_like_vllm() -> None:
+    """Send forebay's log lines where vLLM's go, unless the user has configured them."""
+    ours, theirs = logging.getLogger("forebay"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

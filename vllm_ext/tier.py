@@ -25,7 +25,8 @@ from forebay.storage.plan import LoadPlan, Memory, StorePlan, TransferResult
 from forebay.storage.pool import Lookup, Pool
 from forebay.vllm_ext import metrics
 from forebay.vllm_ext.metadata import ForebayWorkerMetadata
-from forebay.vllm_ext.spec import namespace, read_pool_config
+from forebay.vllm_ext.pool_config import read_pool_config
+from forebay.vllm_ext.spec import namespace
 
 logger = logging.getLogger(__name__)
 
