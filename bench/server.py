@@ -56,7 +56,7 @@ class VllmServer:
         pool: Path | Mapping[str, Any] | None,
         log: Path,
         *,
-        kv_cache_gib: float = 1.0,
+        kv_cache_gib: int = 1,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
