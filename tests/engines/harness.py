@@ -71,8 +71,10 @@ class PoolEngine:
             return self.faults[config.name]
 
         lanes.open_device = open_faulty
+        transfer = transfer_config(pool)
+        transfer["kv_connector_extra_config"].update(arguments.pop("extra", {}))
         try:
-            self.llm = LLM(**engine_arguments(**arguments), kv_transfer_config=transfer_config(pool))
+            self.llm = LLM(**engine_arguments(**arguments), kv_transfer_config=transfer)
         finally:
             lanes.open_device = opened
 
