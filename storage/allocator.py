@@ -93,6 +93,9 @@ class Allocator:
             resident = frozenset(eligible) & self._volatile
             self._relieve(resident, self._share(count, resident, eligible), lambda: self._demote(resident, protected))
             self._relieve(persistent, count, lambda: self._evict(persistent, protected))
+            chosen = frozenset(eligible) & persistent
+            if chosen != persistent:  # a placement that leaves no choice, such as `hash`
+                self._relieve(chosen, count, lambda: self._evict(chosen, protected))
         else:
             devices = frozenset(eligible)
             self._relieve(devices, count, lambda: self._evict(devices, protected))

@@ -94,7 +94,8 @@ def weights_fingerprint(model: str | os.PathLike[str], revision: str | None = No
     if commit is not None:
         return f"commit:{commit}"
     logger.warning(
-        "weights of %r: no local files; name and revision stand for them, so clear the pool when they change", str(model)
+        "weights of %r: no local files; name and revision stand for them, so clear the pool when they change",
+        str(model),
     )
     return f"name:{model}@{revision or 'main'}"
 

@@ -227,9 +227,7 @@ class Pool:
         self._journal.write()
         return plans
 
-    def complete_store(
-        self, checksums: Mapping[bytes, Sequence[Sequence[int]]], failed: Iterable[bytes] = ()
-    ) -> None:
+    def complete_store(self, checksums: Mapping[bytes, Sequence[Sequence[int]]], failed: Iterable[bytes] = ()) -> None:
         """Publish chunks that all lanes have written; drop the failed ones.
 
         Args:

@@ -100,7 +100,12 @@ def test_unknown_records_are_skipped():
 
 
 def test_every_cut_leaves_the_complete_records():
-    parts = [records.put_record(entry(1)), records.put_record(entry(2)), records.drop_record([1]), records.put_record(entry(3))]
+    parts = [
+        records.put_record(entry(1)),
+        records.put_record(entry(2)),
+        records.drop_record([1]),
+        records.put_record(entry(3)),
+    ]
     data, start = journal(*parts), len(journal())
     ends = [start + len(b"".join(parts[: i + 1])) for i in range(len(parts))]
     after = [{1}, {1, 2}, {2}, {2, 3}]
@@ -133,11 +138,20 @@ def test_empty_file_is_a_new_journal():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"PK\x03\x04" + bytes(100), "x/journal: not a forebay journal; give the pool another path, or remove the file"),
+        (
+            b"PK\x03\x04" + bytes(100),
+            "x/journal: not a forebay journal; give the pool another path, or remove the file",
+        ),
         (b"FOREB", "x/journal: not a forebay journal"),
-        (records.MAGIC + b"\x07\0\0\0" + bytes(50), "x/journal: format 7, this version reads format 1; run `forebay pool clear`"),
+        (
+            records.MAGIC + b"\x07\0\0\0" + bytes(50),
+            "x/journal: format 7, this version reads format 1; run `forebay pool clear`",
+        ),
         (records.preamble(), "x/journal: the header is damaged"),
-        (records.preamble() + records.record(records.Kind.HEADER, b"{}"), "the header is damaged .*run `forebay pool clear`"),
+        (
+            records.preamble() + records.record(records.Kind.HEADER, b"{}"),
+            "the header is damaged .*run `forebay pool clear`",
+        ),
         (records.preamble() + records.record(records.Kind.HEADER, b"[1]"), "the header is damaged"),
     ],
 )

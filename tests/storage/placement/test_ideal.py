@@ -11,7 +11,9 @@ from forebay.storage.placement import ideal_shares, ideal_time
 
 rates = st.floats(0.5, 100)
 devices = st.lists(
-    st.tuples(st.one_of(st.just(0.0), rates), st.floats(0, 5), st.one_of(st.just(inf), st.floats(0, 500))), min_size=1, max_size=6
+    st.tuples(st.one_of(st.just(0.0), rates), st.floats(0, 5), st.one_of(st.just(inf), st.floats(0, 500))),
+    min_size=1,
+    max_size=6,
 )
 
 
@@ -48,7 +50,9 @@ def test_shares_add_up_and_finish_together(table, fraction):
             assert latency + share / bandwidth <= time + 1e-6
 
 
-@given(st.lists(rates, min_size=1, max_size=3), st.integers(1, 12), st.lists(st.integers(1, 12), min_size=3, max_size=3))
+@given(
+    st.lists(rates, min_size=1, max_size=3), st.integers(1, 12), st.lists(st.integers(1, 12), min_size=3, max_size=3)
+)
 def test_no_integer_split_is_faster(bandwidths, size, capacities):
     capacities = capacities[: len(bandwidths)]
     if sum(capacities) < size:

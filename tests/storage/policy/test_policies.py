@@ -60,7 +60,10 @@ def test_unknown_names_are_ignored(kind):
 
 
 actions = st.lists(
-    st.tuples(st.sampled_from(["insert", "touch", "remove", "pop"]), st.lists(st.integers(0, 15), min_size=1, max_size=5, unique=True)),
+    st.tuples(
+        st.sampled_from(["insert", "touch", "remove", "pop"]),
+        st.lists(st.integers(0, 15), min_size=1, max_size=5, unique=True),
+    ),
     max_size=60,
 )
 
