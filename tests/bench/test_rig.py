@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from forebay.bench import rig, throttle
 from forebay.bench.fio import FioError, fio_read
 
