@@ -16,6 +16,7 @@ say := @printf '\033[1mforebay:\033[0m %s\n'
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: help setup system demo test lint format bench docs clean
 
