@@ -60,7 +60,7 @@ class DeviceStats(NamedTuple):
     read_busy_ns: int
     """Wall time with at least one read outstanding."""
     read_saturated_ns: int
-    """Wall time with at least `SATURATED` reads outstanding: bytes over it is the device's bandwidth, not the load's."""
+    """Wall time with 4 or more reads outstanding: bytes over it is the device's bandwidth, not the load's."""
     read_saturated_bytes: int
     blocked_ns: int
     """Time that the device's threads spent blocked in I/O system calls while work was outstanding."""

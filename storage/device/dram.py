@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from pathlib import Path
@@ -82,7 +83,8 @@ def _map_private(config: DeviceConfig, size: int) -> mmap.mmap:
 
 def _available_memory() -> int:
     """Bytes that this process may still take: free memory of the host, or of its control group if that is less."""
-    host = next(int(line.split()[1]) << 10 for line in Path("/proc/meminfo").open() if line.startswith("MemAvailable"))
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    host = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
@@ -94,10 +96,8 @@ def _available_memory() -> int:
 def _place(config: DeviceConfig, memory: mmap.mmap, address: int) -> None:
     """Ask for transparent huge pages and for the NUMA node."""
     if config.huge_pages:
-        try:
+        with contextlib.suppress(OSError):  # a kernel without them: 4 KiB pages serve as well, a little slower
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them: 4 KiB pages serve as well, a little slower
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if config.numa_node is None or (nodes <= 1 and config.numa_node == 0):
         return

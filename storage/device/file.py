@@ -43,15 +43,9 @@ class FileDevice(NativeDevice):
 
     def __init__(self, config: DeviceConfig, *, pool_uuid: bytes, capacity: int | None = None) -> None:
         path = _path(config)
+        size = _check(config, path, pool_uuid, capacity)
         fd, alignments = _open_for_io(config, path)
         try:
-            whole = _check(config, path, pool_uuid)
-            if capacity is not None and capacity > whole:
-                raise DeviceError(
-                    config.name, f"{path} has {format_bytes(whole)}, {format_bytes(capacity)} are asked for",
-                    "run `forebay pool create` to enlarge it",
-                )  # fmt: skip
-            size = whole if capacity is None else capacity // BLOCK * BLOCK
             queue = _open_queue(config, fd, size, alignments)
         except BaseException:
             os.close(fd)
@@ -72,7 +66,10 @@ class FileDevice(NativeDevice):
             DeviceError: no room or permission, a missing folder, or content that is not this pool's.
         """
         path = _path(config)
-        fd = _open(config, path, os.O_RDWR | (0 if _is_block(path) else os.O_CREAT))
+        raw = path.is_block_device()
+        if config.size is None and not raw:
+            raise DeviceError(config.name, f"{path} is a file without a size", "add one, for example `size: 100GiB`")
+        fd = _open(config, path, os.O_RDWR | (0 if raw else os.O_CREAT))
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # until closed
             return _prepare(config, path, fd, pool_uuid)
@@ -104,13 +101,39 @@ def _prepare(config: DeviceConfig, path: Path, fd: int, pool_uuid: bytes) -> int
         blockdev.refuse_foreign(config.name, path, fd)
     if before is None and not raw and block:
         raise DeviceError(config.name, f"{path} exists and is not a forebay device", "give another path, or delete it")
-    capacity = _capacity(config, path, fd, raw)
-    label = Superblock(pool_uuid, config.name, capacity)
-    if before != label:
+    label = Superblock(pool_uuid, config.name, _capacity(config, path, fd, raw))
+    if raw:
         _write(config, path, fd, label)
-    if not raw:
-        _allocate(config, path, fd, superblock.SIZE + capacity, new=before is None)
-    return capacity
+    elif before is None:
+        _create(config, path, fd, label)
+    else:
+        _resize(config, path, fd, before, label)
+    return label.capacity
+
+
+def _create(config: DeviceConfig, path: Path, fd: int, label: Superblock) -> None:
+    """The superblock comes first, so that an interrupted preparation is recognised as ours and completed later."""
+    try:
+        _write(config, path, fd, label)
+        _allocate(config, path, fd, label)
+    except DeviceError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _resize(config: DeviceConfig, path: Path, fd: int, before: Superblock, label: Superblock) -> None:
+    """The superblock never promises more than there is."""
+    size = os.fstat(fd).st_size
+    if label.capacity >= before.capacity:
+        try:
+            _allocate(config, path, fd, label)
+        except DeviceError:
+            os.ftruncate(fd, size)
+            raise
+    if label != before:
+        _write(config, path, fd, label)
+    if size > superblock.SIZE + label.capacity:
+        os.ftruncate(fd, superblock.SIZE + label.capacity)
 
 
 def _capacity(config: DeviceConfig, path: Path, fd: int, raw: bool) -> int:
@@ -123,15 +146,11 @@ def _capacity(config: DeviceConfig, path: Path, fd: int, raw: bool) -> int:
                 "make it smaller, or leave size out to use all of it",
             )  # fmt: skip
         size = room if size is None else size
-    if size is None:
-        raise DeviceError(config.name, f"{path} is a file without a size", "add one, for example `size: 100GiB`")
-    if size < BLOCK:
-        raise DeviceError(config.name, f"size is {size} bytes, less than {BLOCK}", "make it larger")
+    assert size is not None, "checked before the file was made"
     return size // BLOCK * BLOCK
 
 
 def _write(config: DeviceConfig, path: Path, fd: int, label: Superblock) -> None:
-    """Before the space is allocated: so an interrupted preparation is recognised as ours and completed later."""
     try:
         os.pwrite(fd, label.pack(), 0)
         os.fsync(fd)
@@ -139,32 +158,39 @@ def _write(config: DeviceConfig, path: Path, fd: int, label: Superblock) -> None
         raise _explain(config, path, error) from None
 
 
-def _allocate(config: DeviceConfig, path: Path, fd: int, size: int, *, new: bool) -> None:
+def _allocate(config: DeviceConfig, path: Path, fd: int, label: Superblock) -> None:
+    """Real blocks, so that no write finds the disk full."""
     try:
-        if os.fstat(fd).st_size > size:
-            os.ftruncate(fd, size)
-        os.posix_fallocate(fd, 0, size)
+        os.posix_fallocate(fd, 0, superblock.SIZE + label.capacity)
         os.fsync(fd)
     except OSError as error:
-        if new:
-            path.unlink(missing_ok=True)
         raise _explain(config, path, error) from None
 
 
 # ---- opening ----
 
 
-def _check(config: DeviceConfig, path: Path, pool_uuid: bytes) -> int:
-    """The capacity that the superblock promises, if it is this pool's and the space is there."""
-    with path.open("rb") as plain:  # O_DIRECT would ask for an aligned buffer
-        label = _own(config, path, plain.read(superblock.SIZE), pool_uuid)
-        room = os.lseek(plain.fileno(), 0, os.SEEK_END) - superblock.SIZE
+def _check(config: DeviceConfig, path: Path, pool_uuid: bytes, capacity: int | None) -> int:
+    """The capacity to use, if the superblock is this pool's and the space is there."""
+    fd = _open(config, path, os.O_RDWR)
+    try:
+        label = _own(config, path, os.pread(fd, superblock.SIZE, 0), pool_uuid)
+        room = os.lseek(fd, 0, os.SEEK_END) - superblock.SIZE
+    finally:
+        os.close(fd)
     if room < label.capacity:
         raise DeviceError(
-            config.name, f"{path} has {format_bytes(room)} where {format_bytes(label.capacity)} were allocated",
+            config.name, f"{path} has {format_bytes(max(0, room))} where {format_bytes(label.capacity)} were allocated",
             "run `forebay pool create` to restore it",
         )  # fmt: skip
-    return label.capacity
+    if capacity is None:
+        return label.capacity
+    if capacity > label.capacity:
+        raise DeviceError(
+            config.name, f"{path} has {format_bytes(label.capacity)}, {format_bytes(capacity)} are asked for",
+            "run `forebay pool create` to enlarge it",
+        )  # fmt: skip
+    return capacity // BLOCK * BLOCK
 
 
 def _own(config: DeviceConfig, path: Path, block: bytes, pool_uuid: bytes) -> Superblock:
@@ -243,12 +269,8 @@ def _path(config: DeviceConfig) -> Path:
     return config.path
 
 
-def _is_block(path: Path) -> bool:
-    return path.is_block_device()
-
-
 def _explain(config: DeviceConfig, path: Path, error: OSError) -> DeviceError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         stats = os.statvfs(path.parent)
         free = format_bytes(stats.f_bavail * stats.f_frsize)
         size = "its size" if config.size is None else format_bytes(config.size)

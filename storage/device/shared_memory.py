@@ -68,7 +68,7 @@ class SharedFile:
             if error.errno != errno.ENOSPC:
                 raise
             self._refuse(
-                f"/dev/shm has no room for {format_bytes(self._size)}", "enlarge it or make the device smaller"
+                f"{FOLDER} has no room for {format_bytes(self._size)}", "enlarge it or make the device smaller"
             )
 
     def _refuse(self, problem: str, fix: str) -> None:

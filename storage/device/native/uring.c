@@ -51,29 +51,20 @@ typedef struct {
 
 /* ---- staging ---- */
 
-static void arena_free(Uring *uring)
-{
-    if (uring->arena_pinned)
-        ring_set_buffer(&uring->ring, 0, NULL, 0);
-    stage_free(uring->arena, uring->slot * (size_t)uring->queue->places);
-    uring->arena = NULL;
-    uring->slot = 0;
-    uring->arena_pinned = false;
-}
-
 /* Only while no slot is in use. */
 static bool arena_grow(Uring *uring, uint64_t need)
 {
     if (uring->slot >= need)
         return true;
-    arena_free(uring);
+    if (uring->arena_pinned)
+        ring_set_buffer(&uring->ring, 0, NULL, 0);
+    stage_free(uring->arena, uring->slot * (size_t)uring->queue->places);
     size_t slot = stage_size(need), size = slot * (size_t)uring->queue->places;
     uring->arena = stage_new(size);
-    if (!uring->arena)
-        return false;
-    uring->slot = slot;
-    uring->arena_pinned = uring->table && size <= SLICE && ring_set_buffer(&uring->ring, 0, uring->arena, size);
-    return true;
+    uring->slot = uring->arena ? slot : 0;
+    uring->arena_pinned =
+        uring->arena && uring->table && size <= SLICE && ring_set_buffer(&uring->ring, 0, uring->arena, size);
+    return uring->arena != NULL;
 }
 
 static char *slot_of(const Uring *uring, const Op *op)
@@ -386,8 +377,10 @@ static void *uring_main(void *argument)
         serve_pin(uring);
         start_ready(uring);
         enum outlook outlook = look_ahead(uring);
-        if (outlook == END)
+        if (outlook == END) {
+            ring_unregister(&uring->ring);
             return queue_exit(worker);
+        }
         if (outlook == SLEEP)
             wait_for_completion(uring);
         reap(uring);
@@ -397,8 +390,7 @@ static void *uring_main(void *argument)
 static void uring_release(Queue *queue)
 {
     Uring *uring = queue->backend;
-    if (uring->ring.fd >= 0)
-        arena_free(uring);
+    stage_free(uring->arena, uring->slot * (size_t)queue->places);
     ring_close(&uring->ring);
     if (uring->wake_fd >= 0)
         close(uring->wake_fd);
