@@ -3,8 +3,10 @@
 # root on Debian or Ubuntu; otherwise says what to install. Usage: system_packages.sh PYTHON
 set -euo pipefail
 
-python=$1
+python=${1:-}
 say() { printf '\033[1mforebay:\033[0m %s\n' "$*" >&2; }
+
+[ -n "$python" ] || { say "no python3 found; as root: apt-get install python3 python3-venv python3-dev"; exit 1; }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     say "$python is $("$python" --version 2>&1), forebay needs 3.11 or later; run \`make PYTHON=/path/to/python3.11\`"
