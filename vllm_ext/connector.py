@@ -106,6 +106,7 @@ class ForebayConnectorScheduler(OffloadingConnectorScheduler):
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, ForebayWorkerMetadata):
             self.pool_manager.absorb(metadata, self._stale_job_threshold)
+            self._store_again(metadata)
         super().update_connector_output(connector_output)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
@@ -114,6 +115,22 @@ class ForebayConnectorScheduler(OffloadingConnectorScheduler):
         if scheduler_output.finished_req_ids:
             self.pool_manager.forget(self._req_status)
         return metadata
+
+    def _store_again(self, metadata: ForebayWorkerMetadata) -> None:
+        """What failed to load will be recomputed: let it be stored once more.
+
+        vLLM counts chunks that hit as stored, so it would leave the gap in the pool until another request finds it.
+        """
+        for job_id, report in metadata.reports.items():
+            job = self._jobs.get(job_id)
+            if job is None or job.is_store or not report.failed:
+                continue
+            request = self._req_status[job.req_id]
+            for group in request.group_states:
+                keys = (self.pool_manager.pool_key(key, request.req_context) for key in group.offload_keys)
+                first = next((index for index, key in enumerate(keys) if key in report.failed), None)
+                if first is not None:
+                    group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
 
 
 class ForebayConnectorWorker(OffloadingConnectorWorker):

@@ -40,8 +40,7 @@ class ForebayManager(OffloadingManager):
 
     Args:
         pool: the opened pool; closed by `shutdown`.
-        chunk_bytes: bytes of one chunk of any group on one rank.
-        layer_groups: into how many striped segments a chunk is cut.
+        segments: bytes of each layer group of a chunk on one rank.
     """
 
     def __init__(self, pool: Pool, segments: Sequence[int]) -> None:
@@ -59,9 +58,15 @@ class ForebayManager(OffloadingManager):
         """Keep the keys of a request with a LoRA adapter apart, by the adapter's content."""
         self._adapters[req_id] = fingerprint
 
+    def pool_key(self, key: OffloadKey, req_context: ReqContext) -> bytes:
+        """The pool's key for vLLM's: the same, but for requests with a LoRA adapter."""
+        if not self._adapters:
+            return key
+        return key + self._adapters.get(req_context.req_id, b"")
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Hit, pending (being written) or miss; a request may rule tiers out (`kv_load_tiers`)."""
-        pool_key = self._key(key, req_context)
+        pool_key = self.pool_key(key, req_context)
         tiers = req_context.load_tier_filter
         if tiers is not TierFilter.ALL:
             medium = Medium.CPU if self.pool.in_memory(pool_key) else Medium.STORAGE
@@ -71,26 +76,26 @@ class ForebayManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Disk as soon as one stripe comes from one: that is what the hit waits for."""
-        return CacheHitSource.HOST if self.pool.in_memory(self._key(key, req_context)) else CacheHitSource.DISK
+        return CacheHitSource.HOST if self.pool.in_memory(self.pool_key(key, req_context)) else CacheHitSource.DISK
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark a prefix as used, its first chunk as the most recent."""
-        self.pool.touch([self._key(key, req_context) for key in keys])
+        self.pool.touch([self.pool_key(key, req_context) for key in keys])
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ForebayLoadSpec:
         """Lease the chunks and say where they lie."""
-        pool_keys = [self._key(key, req_context) for key in keys]
+        pool_keys = [self.pool_key(key, req_context) for key in keys]
         self.pool.touch(pool_keys)
         plans = {plan.key: plan for plan in self.pool.prepare_load(pool_keys)}
         return ForebayLoadSpec(pool_keys, [get_offload_group_idx(key) for key in keys], plans)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Release the leases; what failed was dropped when it was reported."""
-        self.pool.complete_load([self._key(key, req_context) for key in keys])
+        self.pool.complete_load([self.pool_key(key, req_context) for key in keys])
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Find places for the chunks that are not in the pool; a full or busy pool takes as long a prefix as fits."""
-        by_pool_key = {self._key(key, req_context): key for key in keys}
+        by_pool_key = {self.pool_key(key, req_context): key for key in keys}
         plans = self.pool.prepare_store(list(by_pool_key), self._segments)
         stored = [by_pool_key[plan.key] for plan in plans]
         spec = ForebayStoreSpec(plans, [get_offload_group_idx(key) for key in stored])
@@ -100,7 +105,7 @@ class ForebayManager(OffloadingManager):
         """Publish the chunks that every rank has written; drop the others."""
         done: dict[bytes, list[tuple[int, ...]]] = {}
         failed: list[bytes] = []
-        for key in (self._key(key, req_context) for key in keys):
+        for key in (self.pool_key(key, req_context) for key in keys):
             lanes = self._reports.pop(OffloadKey(key), {})
             if success and key not in self._failed and len(lanes) == self.pool.lanes:
                 done[key] = [lanes[lane] for lane in range(self.pool.lanes)]
@@ -156,8 +161,3 @@ class ForebayManager(OffloadingManager):
     def shutdown(self) -> None:
         """Close the pool: a clean stop needs no verification at the next start."""
         self.pool.close()
-
-    def _key(self, key: OffloadKey, req_context: ReqContext) -> bytes:
-        if not self._adapters:
-            return key
-        return key + self._adapters.get(req_context.req_id, b"")

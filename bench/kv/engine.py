@@ -27,7 +27,7 @@ def measure_ttft(work: Path, *, quick: bool = False) -> dict[str, Any]:
     """
     work.mkdir(parents=True, exist_ok=True)
     model = demo_model()
-    document = long_documents(model, 1)[0]
+    document = long_documents(model, 1, max_tokens=4500)[0]
     pool = work / "pool.yaml"
     pool.write_text(json.dumps(_file_pool(work)))
     samples: dict[str, list[Answer]] = {"recomputed": [], "warm": [], "device_hit": []}

@@ -87,11 +87,12 @@ def load(pool: Pool, keys: Sequence[bytes]) -> list[LoadPlan]:
 
 def check_slots(pool: Pool) -> None:
     """No slot belongs to two chunks, no device holds more than it has, and the counts agree."""
-    places = [place for entry in pool._index for place in _places(entry)]
+    places = [place for entry in pool._index for place in places_of(entry)]
     assert len(set(places)) == len(places)
     for device, space in enumerate(pool._index.spaces):
         assert sum(place >> 32 == device for place in places) <= space.used <= space.capacity
 
 
-def _places(entry: Entry) -> list[int]:
+def places_of(entry: Entry) -> list[int]:
+    """All slots of a chunk, copies included, as `device << 32 | slot`."""
     return [place for place in unpack(entry.extents) + unpack(entry.copies) if place != NOWHERE]

@@ -116,7 +116,7 @@ def run_and_kill(folder: Path, seconds: float) -> tuple[dict[str, int], dict[str
     return json.loads(line), touched
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(10, id="quick"), pytest.param(100, id="long", marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [pytest.param(10, id="quick"), pytest.param(100, id="long", marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_kill_9(tmp_path: Path, rounds: int) -> None:
     dice = random.Random(1)
     last: dict[str, int | None] = {}

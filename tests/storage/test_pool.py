@@ -172,7 +172,7 @@ def test_reset_in_the_middle_of_everything(pool):
 def test_nonsense_is_harmless(pool):
     pool.complete_load([b"nobody"], failed=[b"no"])
     pool.complete_store({b"nobody": [[1]]}, failed=[b"no"])
-    pool.drop([b"nobody"])
+    pool.drop([b"nobody", b"nobody"])
     pool.touch([b"nobody"])
     assert pool.prepare_load([b"nobody"]) == []
     assert pool.prepare_store([], [STRIPE]) == []

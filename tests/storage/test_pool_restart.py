@@ -12,7 +12,7 @@ import pytest
 
 from forebay.storage.errors import JournalError
 from forebay.storage.namespace import Namespace
-from forebay.storage.pool import Lookup, Pool
+from forebay.storage.pool import Lookup
 from tests.storage.poolkit import NAMESPACE, STRIPE, check_slots, checksums, finish, keys_of, load, store
 
 KEYS = keys_of("k", 6)
@@ -457,7 +457,3 @@ def test_the_journal_is_compacted_in_the_background(pools, monkeypatch):
     again = pools.open(pool.config)
     assert {entry.name for entry in again._index} == expected
     assert not list(pool.config.path.glob("*.new"))
-
-
-def test_pool_type():
-    assert Pool.open.__doc__

@@ -64,8 +64,9 @@ def test_connector_methods_we_override_exist() -> None:
 
 def test_attributes_we_read() -> None:
     source = inspect.getsource(scheduler.OffloadingConnectorScheduler.__init__)
-    for name in ("self.manager", "self._req_status", "self._stale_job_threshold"):
+    for name in ("self.manager", "self._req_status", "self._stale_job_threshold", "self._jobs"):
         assert name in source, f"OffloadingConnectorScheduler no longer sets {name}"
+    assert {"offload_keys", "next_stored_chunk_idx"} <= set(scheduler.RequestGroupState.__dataclass_fields__)
     source = inspect.getsource(worker.OffloadingConnectorWorker.__init__)
     for name in ("self.worker", "self._load_jobs", "self._connector_worker_meta"):
         assert name in source, f"OffloadingConnectorWorker no longer sets {name}"
