@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from forebay.cli import calibrate, doctor, pool
+from forebay.cli import calibrate, demo, doctor, pool
 from forebay.cli.output import fail, messages
 from forebay.storage.errors import ForebayError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
+app.command()(demo.demo)
 app.add_typer(pool.app, name="pool")
 
 
