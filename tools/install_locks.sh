@@ -10,7 +10,7 @@ options=()
 for lock in "$@"; do options+=(-r "$lock"); done
 total=$(cat "$@" | grep -c '==')
 
-say "installing $total pinned packages (about 500 MB to download the first time)"
+say "installing $total pinned packages (several hundred MB to download the first time)"
 log=$(mktemp)
 tty=$([ -t 2 ] && echo 1 || echo 0)
 "$python" -m pip install --no-deps --no-compile --progress-bar off "${options[@]}" 2>&1 </dev/null | tee "$log" | awk -v total="$total" -v tty="$tty" '
