@@ -371,7 +371,7 @@ class Pool:
 
     def _drop(self, names: Iterable[bytes]) -> None:
         """Forget chunks, here and in the journal (to be written by the caller before their slots are used again)."""
-        dropped = [entry for entry in map(self._index.get, names) if entry is not None]
+        dropped = [entry for entry in map(self._index.get, dict.fromkeys(names)) if entry is not None]
         for entry in dropped:
             self._index.drop(entry)
         self._record_drops(dropped)
