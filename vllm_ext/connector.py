@@ -50,6 +50,7 @@ class ForebayConnector(OffloadingConnector):
         self.connector_scheduler = None
         self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
+            _check_failure_policy(vllm_config)
             self.connector_scheduler = ForebayConnectorScheduler(spec, vllm_config, kv_cache_config)
         else:
             self.connector_worker = ForebayConnectorWorker(spec, vllm_config, kv_cache_config)
@@ -223,6 +224,16 @@ def _complete(vllm_config: VllmConfig, *, fingerprint: bool = True) -> None:
     if fingerprint:
         read_pool_config(extra)
         extra.setdefault(WEIGHTS_KEY, _model_fingerprint(vllm_config))
+
+
+def _check_failure_policy(vllm_config: VllmConfig) -> None:
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            'kv_load_failure_policy is "%s": a request whose blocks cannot be read will fail; '
+            'set "kv_load_failure_policy": "recompute" to have them recomputed',
+            transfer.kv_load_failure_policy,
+        )
 
 
 def _model_fingerprint(vllm_config: VllmConfig) -> str:

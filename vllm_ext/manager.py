@@ -123,8 +123,8 @@ class ForebayManager(OffloadingManager):
         for job, report in metadata.reports.items():
             if job >= first_valid_job:
                 self._absorb_report(report)
-        for health in metadata.health.values():
-            self.pool.report_health(health)
+        for rank, health in metadata.health.items():
+            self.pool.report_health(health, rank)
         self.metrics.record(metadata)
 
     def _absorb_report(self, report: JobReport) -> None:

@@ -87,6 +87,19 @@ def adapters(folder: str, first: str, second: str, seed: int) -> dict[str, Any]:
     return result
 
 
+def two_ranks(folder: str, seeds: list[int]) -> dict[str, Any]:
+    """Tensor parallelism: every rank has its lane, and the hit is decided once for both."""
+    engine = PoolEngine(pool(folder), tensor_parallel_size=2)
+    prompts = [prompt(seed) for seed in seeds]
+    cold = [engine.ask(ids) for ids in prompts]
+    engine.forget()
+    warm = [engine.ask(ids) for ids in prompts]
+    engine.settle()
+    result = {"cold": cold, "warm": warm, "lanes": engine.pool.lanes, "leases": engine.leases()}
+    engine.close()
+    return result
+
+
 def one_life(folder: str, model: str, seeds: list[int], changes: dict[str, Any]) -> dict[str, Any]:
     """Ask, stop cleanly: for restarts with the same or other models and configurations."""
     engine = PoolEngine({**pool(folder), **changes}, model=Path(model))
@@ -98,7 +111,7 @@ def one_life(folder: str, model: str, seeds: list[int], changes: dict[str, Any])
 
 
 SCRIPTS: dict[str, Callable[..., dict[str, Any]]] = {
-    script.__name__: script for script in (two_groups, chunks_of_blocks, adapters, one_life)
+    script.__name__: script for script in (two_groups, chunks_of_blocks, adapters, two_ranks, one_life)
 }
 
 if __name__ == "__main__":

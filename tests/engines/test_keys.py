@@ -31,6 +31,14 @@ def test_chunks_of_several_blocks_in_layer_groups(tmp_path: Path) -> None:
     assert [cached for _, cached in result["warm"]] == [9 * BLOCK] * 2
 
 
+def test_two_ranks(tmp_path: Path) -> None:
+    result = run_isolated("two_ranks", {"folder": str(tmp_path), "seeds": [8, 9]})
+    assert result["lanes"] == 2
+    assert [cached for _, cached in result["warm"]] == [8 * BLOCK] * 2
+    assert [answer for answer, _ in result["warm"]] == [answer for answer, _ in result["cold"]]
+    assert result["leases"] == 0
+
+
 def test_adapters_are_known_by_their_content(tmp_path: Path) -> None:
     first, second = adapter(tmp_path / "a", 1), adapter(tmp_path / "b", 2)
     arguments = {"folder": str(tmp_path), "first": str(first), "second": str(second), "seed": 5}
