@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from forebay.storage.config import PoolConfig
 from forebay.storage.device.base import Completion, Device, Direction, Op
 from forebay.storage.health import DeviceMonitor
+from forebay.storage.huge_pages import collapse
 from forebay.storage.plan import DeviceHealth, Extent, LoadPlan, Memory, Span, StorePlan, TransferResult
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,11 @@ class TransferEngine:
             self._poller.register(device.fileno(), select.POLLIN)
 
     def register(self, address: int, length: int) -> bool:
-        """Register memory that transfers will name, with every device. Returns whether all of them took it."""
+        """Register memory that transfers will name, with every device. Returns whether all of them took it.
+
+        It is moved onto huge pages first where the kernel can: pinned, it could not be any more.
+        """
+        collapse(address, length)
         return all([device.register(address, length) for device in self.devices])
 
     def submit_load(

@@ -19,6 +19,7 @@ from forebay.storage.plan import Memory, TransferResult
 from forebay.storage.pool import Pool
 
 NAMESPACE = Namespace(model="bench", weights="bench")
+HUGE_PAGE = 2 << 20
 BATCH_BYTES = 256 << 20
 """Bytes handed to a store at once."""
 
@@ -33,11 +34,19 @@ def keys(label: str, count: int) -> list[bytes]:
 
 
 class Memory2D:
-    """Page-aligned memory of `rows` rows of `row_bytes`, every page touched: the primary tier of an engine."""
+    """Memory of `rows` rows of `row_bytes`, every page touched: the primary tier of an engine.
 
-    def __init__(self, rows: int, row_bytes: int) -> None:
+    Args:
+        rows: how many.
+        row_bytes: of each.
+        shift: bytes by which the first row begins after a huge page.
+    """
+
+    def __init__(self, rows: int, row_bytes: int, shift: int = 0) -> None:
         self.rows, self.row_bytes = rows, row_bytes
-        self._map = mmap.mmap(-1, max(rows * row_bytes, mmap.PAGESIZE))
+        region = mmap.mmap(-1, rows * row_bytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % HUGE_PAGE + shift
+        self._map = memoryview(region)[start : start + rows * row_bytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.fill()
 
@@ -66,7 +75,7 @@ class Memory2D:
 
     def view(self) -> memoryview:
         """The rows as vLLM's tiers see them: two dimensions of bytes."""
-        return memoryview(self._map)[: self.rows * self.row_bytes].cast("B", (self.rows, self.row_bytes))
+        return self._map.cast("B", (self.rows, self.row_bytes))
 
 
 class Session:
@@ -109,8 +118,13 @@ class Session:
         for start in range(0, len(names), step):
             self._store(names[start : start + step], start)
 
-    def load(self, names: Sequence[bytes], *, check: bool = False) -> TransferResult:
+    def load(self, names: Sequence[bytes], *, check: bool = False, verify: bool | None = None) -> TransferResult:
         """Load name i into row i; `seconds` of the result runs from before the lookup to the last stripe.
+
+        Args:
+            names: of the chunks.
+            check: compare what arrives with what `Memory2D.fill` made.
+            verify: checksums, instead of what the pool's configuration says.
 
         Raises:
             BenchError: a chunk is missing or failed.
@@ -119,6 +133,9 @@ class Session:
             self.memory.clear()
         started = time.perf_counter()
         plans = self.pool.prepare_load(names)
+        if verify is not None:
+            for plan in plans:
+                plan.verify = verify
         chunks = [(plan, self.memory.row(row)) for row, plan in enumerate(plans)]
         result = self._run(lambda transfer: self.engine.submit_load(transfer, chunks))
         result.seconds = time.perf_counter() - started

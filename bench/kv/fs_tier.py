@@ -1,0 +1,139 @@
+"""What a byte costs, against vLLM's own file system tier: `cpu_per_gb_vs_fs_tier`, `blocked_vs_fs_tier`.
+
+Same disk, same chunks, same primary memory, same calls, for chunks of 1 and 3 MiB. The peer runs with O_DIRECT and its
+C extension where it has them, and in several settings: threads, and chunks per job. (Inside vLLM the chunks of one
+request are one job, so one thread reads them one after the other; that is `as_used` in the details.) The peer's figure
+is the best, for each ratio, of the settings whose bandwidth is within 5% of its highest. Ours reads with stripes of
+1 MiB and without verification, which the peer has not; with verification it is in the details.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.bench.blocked import can_sample
+from forebay.bench.kv.bars import Context, Measurement
+from forebay.bench.kv.session import Memory2D
+from forebay.bench.rig import require_space
+from forebay.bench.rounds import Series, interleave
+
+if TYPE_CHECKING:
+    from forebay.bench.kv.tiers import Cost, Driver, OffloadKey
+
+MIB = 1 << 20
+CHUNKS = (1 * MIB, 3 * MIB)
+TOTAL, QUICK_TOTAL = 768 * MIB, 240 * MIB
+STRIPE = 1 * MIB
+SETTINGS = {"4 threads": (4, 1), "8 threads": (8, 1), "16 threads": (16, 1), "8 threads, jobs of 4": (8, 4)}
+AS_USED = {"as_used": (32, 0)}
+"""vLLM's default of 16 + 16 threads, all chunks in one job."""
+NEAR_BEST = 0.95
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """A tier in one setting."""
+
+    driver: Driver
+    names: list[OffloadKey]
+    keys_per_job: int
+
+    def load(self) -> Cost:
+        return self.driver.load(self.names, self.keys_per_job)
+
+    def blocked(self) -> float:
+        return self.driver.blocked(self.names, self.keys_per_job)
+
+
+def measure(context: Context) -> Measurement:
+    """Both ratios: the worse of the two chunk sizes."""
+    context.say("importing vLLM")
+    from forebay.bench.kv.tiers import fs_tier_facts
+
+    found = Measurement(details={"peer": fs_tier_facts(context.work)})
+    require_space(context.work, 3 * TOTAL)
+    cpu, blocked = [], []
+    for chunk in CHUNKS:
+        details = _measure_chunk(context, chunk)
+        found.details[f"chunks of {chunk // MIB} MiB"] = details
+        cpu.append(details["cpu_ratio"])
+        blocked.append(details.get("blocked_ratio", 0.0))
+    found.ratios["cpu_per_gb_vs_fs_tier"] = max(cpu)
+    if can_sample():
+        found.ratios["blocked_vs_fs_tier"] = max(blocked)
+    return found
+
+
+def _measure_chunk(context: Context, chunk: int) -> dict[str, Any]:
+    count = (QUICK_TOTAL if context.quick else TOTAL) // chunk
+    memory = Memory2D(count, chunk)
+    arms = _arms(context, memory)
+    try:
+        costs = interleave(
+            {name: arm.load for name, arm in arms.items()}, context.rounds, lambda name: context.say(f"loading: {name}")
+        )
+        looks = interleave(
+            {name: arm.blocked for name, arm in arms.items()} if can_sample() else {"": lambda: 0.0},
+            context.rounds,
+            lambda name: context.say(f"blocked in I/O: {name}"),
+        )
+    finally:
+        for arm in arms.values():
+            arm.driver.tier.shutdown()
+    gigabytes = count * chunk / 1e9
+    rows = {name: _row(costs[name], looks.get(name, []), gigabytes) for name in arms}
+    return _compare(rows)
+
+
+def _arms(context: Context, memory: Memory2D) -> dict[str, _Arm]:
+    """All settings of the peer over one folder of files, and ours without and with verification over one pool each."""
+    from forebay.bench.kv.tiers import Driver, forebay_tier, fs_tier, offload_keys
+
+    names = offload_keys(f"tier/{memory.row_bytes}", memory.rows)
+    arms: dict[str, _Arm] = {}
+    for name, (threads, keys_per_job) in (SETTINGS | AS_USED).items():
+        driver = Driver(partial(fs_tier, memory, context.work / "fs", threads), memory)
+        arms[name] = _Arm(driver, names, keys_per_job or memory.rows)
+    for name, verify in {"forebay": False, "forebay, verified": True}.items():
+        pool = _pool(context.work / f"pool-{memory.row_bytes}-{verify}", memory, verify)
+        driver = Driver(partial(forebay_tier, memory, pool), memory)
+        arms[name] = _Arm(driver, names, memory.rows)
+    context.say("storing")
+    for name in ("4 threads", "forebay", "forebay, verified"):
+        arms[name].driver.store(names)
+    for arm in arms.values():
+        arm.driver.load(names, arm.keys_per_job, check=True)
+    return arms
+
+
+def _pool(folder: Path, memory: Memory2D, verify: bool) -> dict[str, Any]:
+    size = (memory.rows * memory.row_bytes * 17 // 16) // STRIPE * STRIPE + 16 * STRIPE
+    device = {"name": "disk", "kind": "file", "path": str(folder / "disk.kv"), "size": size}
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"path": str(folder), "stripe": STRIPE, "verify": verify, "devices": [device]}
+
+
+def _row(costs: list[Cost], looks: list[float], gigabytes: float) -> dict[str, Series]:
+    row = {
+        "bandwidth": Series.of((cost.bytes / cost.seconds / 1e9 for cost in costs), "GB/s"),
+        "cpu": Series.of((cost.cpu_seconds / gigabytes for cost in costs), "s/GB"),
+    }
+    if looks:
+        row["blocked"] = Series.of((seconds / gigabytes for seconds in looks), "s/GB")
+    return row
+
+
+def _compare(rows: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:
+    best = max(rows[name]["bandwidth"].median for name in SETTINGS)
+    near = [name for name in SETTINGS if rows[name]["bandwidth"].median >= NEAR_BEST * best]
+    result: dict[str, Any] = {"near_best": near}
+    for what in ("cpu", "blocked"):
+        if what in rows["forebay"]:
+            peer = min(rows[name][what].median for name in near)
+            result[f"{what}_ratio"] = rows["forebay"][what].median / peer
+    result["settings"] = {name: {what: series.to_json() for what, series in row.items()} for name, row in rows.items()}
+    return result

@@ -1,0 +1,63 @@
+"""One file device against fio on the same file: `single_device_vs_fio`.
+
+Stripes of 1 MiB, loads straight into page-aligned registered memory, without verification. fio reads the same region
+of the same file with io_uring and O_DIRECT, same block size, same depth, once with registered buffers and once without;
+the faster of its two medians is the peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from forebay.bench.fio import fio_read
+from forebay.bench.kv.bars import Context, Measurement, medians
+from forebay.bench.kv.session import Memory2D, Session, keys
+from forebay.bench.rig import require_space
+from forebay.bench.rounds import Series, interleave
+from forebay.storage.config import BLOCK, PoolConfig, load_config
+
+MIB = 1 << 20
+CHUNK = 4 * MIB
+STRIPE = 1 * MIB
+DEPTH = 32
+TOTAL, QUICK_TOTAL = 2048 * MIB, 1024 * MIB
+
+
+def measure(context: Context) -> Measurement:
+    """The ratio of the median bandwidths."""
+    total = QUICK_TOTAL if context.quick else TOTAL
+    require_space(context.work, total + 64 * MIB)
+    context.say("writing one device")
+    memory = Memory2D(total // CHUNK, CHUNK)
+    names = keys("single", memory.rows)
+    file = context.work / "single.kv"
+    with Session(_config(context.work, file, total), memory) as session:
+        session.store(names)
+        session.load(names, check=True)
+        arms: dict[str, Callable[[], float]] = {
+            "forebay": lambda: total / session.load(names).seconds,
+            "fio": lambda: _fio(file, total, fixed=False),
+            "fio, registered buffers": lambda: _fio(file, total, fixed=True),
+        }
+        found = interleave(arms, context.rounds + 2, lambda arm: context.say(f"reading: {arm}"))
+    series = {name: Series.of(values, "B/s") for name, values in found.items()}
+    peer = max(series[name].median for name in arms if name != "forebay")
+    details = {
+        "bytes": total,
+        "stripe_bytes": STRIPE,
+        "chunk_bytes": CHUNK,
+        "depth": DEPTH,
+        "bandwidth": medians(series),
+    }
+    return Measurement({"single_device_vs_fio": series["forebay"].median / peer}, details)
+
+
+def _config(work: Path, file: Path, total: int) -> PoolConfig:
+    device = {"name": "disk", "kind": "file", "path": file, "size": total + 32 * MIB, "depth": DEPTH}
+    pool = {"path": work / "single-pool", "stripe": STRIPE, "verify": False, "devices": [device]}
+    return load_config(pool, env={})
+
+
+def _fio(file: Path, total: int, *, fixed: bool) -> float:
+    return fio_read(file, size=total, offset=BLOCK, block=STRIPE, depth=DEPTH, fixed_buffers=fixed).bandwidth
