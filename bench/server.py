@@ -142,7 +142,8 @@ class VllmServer:
         }
         started = time.monotonic()
         first = 0.0
-        text, usage = "", {}
+        text = ""
+        usage: dict[str, Any] = {}
         with self._post("/v1/completions", body) as response:
             for line in response:
                 if not line.startswith(b"data: {"):

@@ -147,7 +147,9 @@ class PoolConfig(_Strict):
         return self.path / "lock"
 
 
-def load_config(source: PoolConfig | Mapping[str, Any] | str | Path, env: Mapping[str, str] | None = None) -> PoolConfig:
+def load_config(
+    source: PoolConfig | Mapping[str, Any] | str | Path, env: Mapping[str, str] | None = None
+) -> PoolConfig:
     """Read a pool configuration.
 
     Args:
@@ -222,9 +224,13 @@ def _one_line(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         model: type[BaseModel] = DeviceConfig if first["loc"][0] == "devices" else PoolConfig
-        nested = {"watermarks": Watermarks, "faults": FaultPolicy}
+        nested: dict[str, type[BaseModel]] = {"watermarks": Watermarks, "faults": FaultPolicy}
         model = nested.get(str(first["loc"][0]), model)
         return f"{where}: unknown key; known keys are {', '.join(model.model_fields)}"
     value = first.get("input")
-    shown = "" if isinstance(value, dict | list) or message.startswith("device ") else f" (got {json.dumps(value, default=str)})"
+    shown = (
+        ""
+        if isinstance(value, dict | list) or message.startswith("device ")
+        else f" (got {json.dumps(value, default=str)})"
+    )
     return f"{where}: {message}{shown}"

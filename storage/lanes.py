@@ -24,7 +24,9 @@ def pool_uuid(config: PoolConfig) -> bytes:
         config.path.mkdir(parents=True, exist_ok=True)
         return _read_or_create(config.path / "uuid")
     except OSError as error:
-        raise PoolError(f"pool folder {config.path}: {error.strerror}; give `path` a folder that can be written") from None
+        raise PoolError(
+            f"pool folder {config.path}: {error.strerror}; give `path` a folder that can be written"
+        ) from None
 
 
 def _read_or_create(path: Path) -> bytes:
@@ -76,7 +78,7 @@ def open_lane(config: PoolConfig, lane: int = 0, lanes: int = 1, *, shared_memor
     identity = pool_uuid(config)
     devices, slots, whole = [], [], []
     for device in config.devices:
-        capacity = prepare_device(device, identity)
+        capacity = prepare_device(device, identity) or 0
         per_lane = lane_slots(capacity, lanes, config.stripe)
         slots.append(per_lane)
         private = device.kind == "dram" and not shared_memory

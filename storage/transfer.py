@@ -72,7 +72,9 @@ class TransferEngine:
         self.devices = list(devices)
         self.lane = lane
         shared = lane_offsets or [device.persistent for device in devices]
-        self._base = [lane * slots * config.stripe if whole else 0 for slots, whole in zip(lane_slots, shared, strict=True)]
+        self._base = [
+            lane * slots * config.stripe if whole else 0 for slots, whole in zip(lane_slots, shared, strict=True)
+        ]
         self._monitors = [DeviceMonitor(device, config.faults) for device in devices]
         self._stripes: dict[int, _Stripe] = {}
         self._transfers: dict[int, _Transfer] = {}

@@ -45,17 +45,23 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         READ_BYTES: OffloadingCounterMetadata("Hit bytes that came from the device.", _DEVICE),
         READ_TIME: OffloadingCounterMetadata("Seconds from the start of a load to the device's last stripe.", _DEVICE),
         WRITE_BYTES: OffloadingCounterMetadata("Bytes stored on the device, copies included.", _DEVICE),
-        WRITE_TIME: OffloadingCounterMetadata("Seconds from the start of a store to the device's last stripe.", _DEVICE),
+        WRITE_TIME: OffloadingCounterMetadata(
+            "Seconds from the start of a store to the device's last stripe.", _DEVICE
+        ),
         QUEUE_DEPTH: OffloadingGaugeMetadata("Operations waiting or in flight on the device.", _DEVICE),
         USED_BYTES: OffloadingGaugeMetadata("Bytes of the device that hold chunks.", _DEVICE),
         CAPACITY_BYTES: OffloadingGaugeMetadata("Bytes that the pool may use of the device.", _DEVICE),
         QUARANTINED: OffloadingGaugeMetadata("1 while the device is quarantined.", _DEVICE),
         BANDWIDTH: OffloadingGaugeMetadata("Read bandwidth that placement assumes (bytes per second).", _DEVICE),
-        SKEW: OffloadingHistogramMetadata("Seconds between the first and the last device to finish a load.", buckets=_SECONDS),
+        SKEW: OffloadingHistogramMetadata(
+            "Seconds between the first and the last device to finish a load.", buckets=_SECONDS
+        ),
         LOAD_SECONDS: OffloadingHistogramMetadata("Seconds of a load on one rank.", buckets=_SECONDS),
         LOAD_FAILURES: OffloadingCounterMetadata("Chunks that failed to load and were recomputed."),
         STORE_FAILURES: OffloadingCounterMetadata("Chunks that failed to be stored."),
-        STORES_DROPPED: OffloadingCounterMetadata("Chunks not stored because too much was being written or no space could be freed."),
+        STORES_DROPPED: OffloadingCounterMetadata(
+            "Chunks not stored because too much was being written or no space could be freed."
+        ),
         EVICTIONS: OffloadingCounterMetadata("Chunks evicted."),
     }
 

@@ -26,6 +26,8 @@ def read_pool_config(extra: Mapping[str, Any], dp_rank: int = 0, dp_size: int = 
     config = load_config(source)
     paths = [str(config.path), *(str(device.path) for device in config.devices if device.path)]
     if dp_size > 1 and not all("{dp_rank}" in path for path in paths):
-        raise ConfigError(f"{dp_size} data-parallel replicas would share {paths[0]!r}; put {{dp_rank}} into every path of the pool")
+        raise ConfigError(
+            f"{dp_size} data-parallel replicas would share {paths[0]!r}; put {{dp_rank}} into every path of the pool"
+        )
     data = json.loads(config.model_dump_json().replace("{dp_rank}", str(dp_rank)))
     return PoolConfig.model_validate(data)

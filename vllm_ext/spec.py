@@ -43,9 +43,13 @@ class ForebaySpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         if config.canonical_layout:
-            raise ConfigError("canonical_layout is not supported by the forebay pool; remove it from kv_connector_extra_config")
+            raise ConfigError(
+                "canonical_layout is not supported by the forebay pool; remove it from kv_connector_extra_config"
+            )
         self.replicated_layout = config.replicated_layout
-        self.pool_config = read_pool_config(config.extra_config, config.parallel.data_parallel_index, config.parallel.data_parallel_size)
+        self.pool_config = read_pool_config(
+            config.extra_config, config.parallel.data_parallel_index, config.parallel.data_parallel_size
+        )
         self.lanes = 1 if config.replicated_layout else config.parallel.world_size
         self.lane = 0 if config.replicated_layout else config.parallel.rank
 
@@ -107,5 +111,7 @@ def namespace(config: OffloadingConfig) -> Namespace:
         pp=parallel.pp_size,
         pcp=parallel.pcp_size,
         dcp=parallel.dcp_size,
-        groups=tuple(f"{group.group_id}:{group.tokens_per_block}:{','.join(group.layer_names)}" for group in config.groups),
+        groups=tuple(
+            f"{group.group_id}:{group.tokens_per_block}:{','.join(group.layer_names)}" for group in config.groups
+        ),
     )

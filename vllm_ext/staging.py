@@ -80,7 +80,8 @@ class StagedWorker(ForebayWorker):
         assert isinstance(src_spec, ForebayLoadSpec)
         ids = list(self.layout.chunks(src_spec.groups, dst_spec))
         self._blocks[job_id] = {
-            key: [block for block in blocks if block is not None] for key, blocks in zip(src_spec.keys, ids, strict=True)
+            key: [block for block in blocks if block is not None]
+            for key, blocks in zip(src_spec.keys, ids, strict=True)
         }
         missing = {key: "no longer in the pool" for key in src_spec.keys if key not in src_spec.plans}
         job = self._open(job_id, missing, is_load=True)
@@ -95,7 +96,7 @@ class StagedWorker(ForebayWorker):
         self._streams[False].wait_stream(self._module.current_stream())
         job = self._open(job_id, {}, is_load=False)
         ids = self.layout.chunks(dst_spec.groups, src_spec)
-        for plan, group, blocks in zip(dst_spec.plans, dst_spec.groups, ids):
+        for plan, group, blocks in zip(dst_spec.plans, dst_spec.groups, ids, strict=True):
             self._enqueue(_Chunk(job, plan, group, blocks))
         return self._start(job)
 

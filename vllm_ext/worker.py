@@ -49,7 +49,8 @@ class ForebayWorker(OffloadingWorker):
         chunks: list[tuple[LoadPlan, Memory]] = []
         blocks: dict[bytes, list[int]] = {}
         missing: dict[bytes, str] = {}
-        for key, group, ids in zip(src_spec.keys, src_spec.groups, self.layout.chunks(src_spec.groups, dst_spec)):
+        targets = self.layout.chunks(src_spec.groups, dst_spec)
+        for key, group, ids in zip(src_spec.keys, src_spec.groups, targets, strict=True):
             blocks[key] = [block for block in ids if block is not None]
             plan = src_spec.plans.get(key)
             problem = "no longer in the pool" if plan is None else self._misfit(group, plan_length(plan))
@@ -66,7 +67,8 @@ class ForebayWorker(OffloadingWorker):
         assert isinstance(dst_spec, ForebayStoreSpec)
         chunks: list[tuple[StorePlan, Memory]] = []
         misfits: dict[bytes, str] = {}
-        for plan, group, ids in zip(dst_spec.plans, dst_spec.groups, self.layout.chunks(dst_spec.groups, src_spec)):
+        sources = self.layout.chunks(dst_spec.groups, src_spec)
+        for plan, group, ids in zip(dst_spec.plans, dst_spec.groups, sources, strict=True):
             if problem := self._misfit(group, plan_length(plan)):
                 misfits[plan.key] = problem
             else:
@@ -91,7 +93,9 @@ class ForebayWorker(OffloadingWorker):
 
     def get_finished(self) -> list[VllmTransferResult]:
         """Required by vLLM's interface; our connector uses `take_results`, which also tells failures."""
-        return [VllmTransferResult(result.transfer, True, result.bytes, result.seconds) for result in self.take_results()]
+        return [
+            VllmTransferResult(result.transfer, True, result.bytes, result.seconds) for result in self.take_results()
+        ]
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Let go of the blocks of these jobs before vLLM reuses them.

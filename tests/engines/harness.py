@@ -57,8 +57,9 @@ class PoolEngine:
 
     def __init__(self, pool: dict[str, Any], **arguments: Any) -> None:
         os.environ.update(environment())
-        import forebay.storage.lanes as lanes
         from vllm import LLM
+
+        import forebay.storage.lanes as lanes
 
         self.faults: dict[str, FaultyDevice] = {}
         opened = lanes.open_device

@@ -41,7 +41,14 @@ def two_groups(folder: str, model: str, seeds: list[int]) -> dict[str, Any]:
     again = [engine.ask(ids) for ids in prompts]
     engine.settle()
     groups = len(engine.core.scheduler.kv_cache_config.kv_cache_groups)
-    result = {"cold": cold, "warm": warm, "failing": failing, "again": again, "groups": groups, "leases": engine.leases()}
+    result = {
+        "cold": cold,
+        "warm": warm,
+        "failing": failing,
+        "again": again,
+        "groups": groups,
+        "leases": engine.leases(),
+    }
     engine.close()
     return result
 

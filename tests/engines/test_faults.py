@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from forebay.storage.device.faulty import FaultyDevice
 
+from forebay.storage.device.faulty import FaultyDevice
 from tests.engines.conftest import PROMPTS
 from tests.engines.harness import BLOCK, PoolEngine, prompt
 

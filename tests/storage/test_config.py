@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from forebay.storage.config import PoolConfig, load_config
 from forebay.storage.errors import ConfigError
 from forebay.storage.units import format_bytes, format_rate, parse_bytes, parse_seconds
@@ -19,7 +20,8 @@ def pool(**changes: Any) -> dict[str, Any]:
 
 def test_file_with_relative_paths(tmp_path: Path) -> None:
     (tmp_path / "pool.yaml").write_text(
-        "path: state\nstripe: 256KiB\ndevices:\n  - {name: ssd, kind: file, path: ssd.kv, size: 1GB}\nfaults: {deadline: 500ms}\n"
+        "path: state\nstripe: 256KiB\nfaults: {deadline: 500ms}\n"
+        "devices:\n  - {name: ssd, kind: file, path: ssd.kv, size: 1GB}\n"
     )
     config = load_config(tmp_path / "pool.yaml", env={})
     assert config.path == tmp_path / "state"
@@ -91,7 +93,8 @@ def test_unreadable_and_broken_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("4GiB", 4 << 30), ("1.5MB", 1_500_000), ("512k", 512_000), ("7", 7), ("2 TiB", 2 << 40), (9, 9)]
+    ("text", "value"),
+    [("4GiB", 4 << 30), ("1.5MB", 1_500_000), ("512k", 512_000), ("7", 7), ("2 TiB", 2 << 40), (9, 9)],
 )
 def test_sizes(text: object, value: int) -> None:
     assert parse_bytes(text) == value

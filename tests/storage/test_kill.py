@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from forebay.storage.config import PoolConfig
 from forebay.storage.lanes import open_lane
 from forebay.storage.namespace import Namespace
@@ -116,7 +117,10 @@ def run_and_kill(folder: Path, seconds: float) -> tuple[dict[str, int], dict[str
     return json.loads(line), touched
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(10, id="quick"), pytest.param(100, id="long", marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "rounds",
+    [pytest.param(10, id="quick"), pytest.param(100, id="long", marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+)
 def test_kill_9(tmp_path: Path, rounds: int) -> None:
     dice = random.Random(1)
     last: dict[str, int | None] = {}
@@ -124,7 +128,9 @@ def test_kill_9(tmp_path: Path, rounds: int) -> None:
     for _ in range(rounds):
         found, touched = run_and_kill(tmp_path, dice.uniform(0.02, 0.4))
         for key, version in found.items():
-            assert key not in last or last[key] is None or version >= (last[key] or 0), f"{key} is older than acknowledged"
+            assert key not in last or last[key] is None or version >= (last[key] or 0), (
+                f"{key} is older than acknowledged"
+            )
         survivors += len(found)
         last = touched
     assert survivors > 20 * rounds, "too little survives to prove anything"

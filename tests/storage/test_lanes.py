@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from forebay.storage.config import PoolConfig
 from forebay.storage.errors import DeviceError, PoolError
 from forebay.storage.lanes import check_paths, open_lane, pool_uuid
@@ -65,7 +66,7 @@ def test_a_broken_name_is_an_error_with_a_fix(tmp_path: Path) -> None:
 def test_paths_are_checked_before_anything_starts(tmp_path: Path) -> None:
     check_paths(config(tmp_path))
     missing = [{"name": "s", "kind": "file", "size": "4MiB", "path": tmp_path / "no" / "s.kv"}]
-    with pytest.raises(DeviceError, match="'s'.*no does not exist; create it"):
+    with pytest.raises(DeviceError, match=r"'s'.*no does not exist; create it"):
         check_paths(config(tmp_path, devices=missing))
     absent = [{"name": "s", "kind": "file", "path": "/dev/no-such-device"}]
     with pytest.raises(DeviceError, match="lsblk"):

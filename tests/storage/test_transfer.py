@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from forebay.storage.config import PoolConfig
 from forebay.storage.device import open_device, prepare_device
 from forebay.storage.device.faulty import FaultyDevice
 from forebay.storage.plan import Extent, LoadPlan, Span, StorePlan, TransferResult, cut_spans, lane_slots
 from forebay.storage.transfer import TransferEngine, slice_memory
-from hypothesis import given
-from hypothesis import strategies as st
 
 STRIPE = 64 * 1024
 CHUNK = 200_000
@@ -57,7 +58,9 @@ class Rig:
         self.engine.submit_store(transfer, [(plans[key], whole(data)) for key, (data, _) in chunks.items()])
         return self.run(transfer), plans
 
-    def load(self, plan: StorePlan, checksums: tuple[int, ...], *, verify: bool = True) -> tuple[TransferResult, bytearray]:
+    def load(
+        self, plan: StorePlan, checksums: tuple[int, ...], *, verify: bool = True
+    ) -> tuple[TransferResult, bytearray]:
         target = bytearray(CHUNK)
         lanes = (checksums,) * (self.engine.lane + 1)
         transfer = next(self.ids)
@@ -200,7 +203,9 @@ def wait_until(rig: Rig, *, usable: bool) -> None:
     raise AssertionError("the device did not come back")
 
 
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8), st.data())
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8), st.data()
+)
 def test_slices_cover_the_memory_exactly(lengths: list[int], holes: list[bool], data: st.DataObject) -> None:
     memory = [(0 if hole else (index + 1) << 20, length) for index, (length, hole) in enumerate(zip(lengths, holes))]
     total = sum(lengths)

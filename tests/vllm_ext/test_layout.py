@@ -6,10 +6,11 @@ import ctypes
 
 import pytest
 import torch
-from forebay.vllm_ext.layout import ChunkLayout
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+
+from forebay.vllm_ext.layout import ChunkLayout
 
 BLOCKS, PAGE, STRIDE = 12, 40, 64
 

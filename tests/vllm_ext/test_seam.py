@@ -34,7 +34,13 @@ SIGNATURES: dict[Any, list[str]] = {
     worker.OffloadingConnectorWorker.build_connector_worker_meta: ["self"],
     KVConnectorBase_V1.get_transfer_results: ["self", "finished_req_ids"],
     KVConnectorBase_V1.get_block_ids_with_load_errors: ["self"],
-    tiering.SecondaryTierManager.__init__: ["self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"],
+    tiering.SecondaryTierManager.__init__: [
+        "self",
+        "offloading_spec",
+        "primary_kv_view",
+        "tier_type",
+        "backpressure_detector",
+    ],
     tiering.SecondaryTierManager.submit_load: ["self", "job_metadata"],
 }
 
@@ -72,21 +78,30 @@ def test_attributes_we_read() -> None:
         assert name in source, f"OffloadingConnectorWorker no longer sets {name}"
     fields = common.OffloadingWorkerMetadata.__dataclass_fields__
     assert list(fields) == ["completed_jobs", "transfer_stats"], "OffloadingWorkerMetadata has changed its fields"
-    assert set(KVConnectorTransferResults.__dataclass_fields__) == {"finished_sending", "finished_recving", "failed_recving"}
-    assert {"invalid_block_ids", "kv_connector_worker_meta", "failed_recving"} <= set(KVConnectorOutput.__dataclass_fields__)
+    assert set(KVConnectorTransferResults.__dataclass_fields__) == {
+        "finished_sending",
+        "finished_recving",
+        "failed_recving",
+    }
+    assert {"invalid_block_ids", "kv_connector_worker_meta", "failed_recving"} <= set(
+        KVConnectorOutput.__dataclass_fields__
+    )
 
 
 def test_vllm_still_asserts_success_where_we_replace_it() -> None:
     """If vLLM learns to survive failed transfers itself, our worker override may go."""
     source = inspect.getsource(worker.OffloadingConnectorWorker.get_finished)
-    assert "assert transfer_result.success" in source, "vLLM now handles failed transfers: review ForebayConnectorWorker"
+    assert "assert transfer_result.success" in source, (
+        "vLLM now handles failed transfers: review ForebayConnectorWorker"
+    )
 
 
 def test_registration_is_idempotent() -> None:
-    from forebay.vllm_ext.plugin import register
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    from forebay.vllm_ext.plugin import register
 
     register()
     register()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+
 from forebay.storage.config import PoolConfig
 from forebay.storage.lanes import open_lane
 from forebay.storage.namespace import Namespace
@@ -19,7 +21,6 @@ from forebay.vllm_ext.layout import ChunkLayout
 from forebay.vllm_ext.metadata import ForebayLoadSpec, ForebayStoreSpec
 from forebay.vllm_ext.staging import StagedWorker
 from forebay.vllm_ext.worker import ForebayWorker
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 BLOCKS, PAGE, LAYERS = 24, 12_288, 3
 
