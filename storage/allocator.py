@@ -15,9 +15,29 @@ from forebay.storage.config import Watermarks
 from forebay.storage.index import NOWHERE, Entry, Index
 from forebay.storage.placement import Bandwidth, Placement, PlacementState
 from forebay.storage.plan import Span
+from forebay.storage.space import Space
 
 EVICT_BATCH = 64
 """Chunks evicted beyond need, in one go, on the way down to the low watermark (our choice: well below 1 ms)."""
+
+
+class _Class:
+    """Devices that fill up together. The watermarks are theirs as a whole: all room is used before anything evicts."""
+
+    def __init__(self, devices: frozenset[int], spaces: Sequence[Space], watermarks: Watermarks) -> None:
+        self.devices = devices
+        self.spaces = [spaces[device] for device in devices]
+        self.capacity = sum(space.capacity for space in self.spaces)
+        self.high = ceil(watermarks.high * self.capacity)
+        self.low = ceil(watermarks.low * self.capacity)
+
+    @property
+    def used(self) -> int:
+        """Slots in use."""
+        used = 0
+        for space in self.spaces:
+            used += space.used
+        return used
 
 
 class Places(NamedTuple):
@@ -49,12 +69,13 @@ class Allocator:
         durable: bool,
         watermarks: Watermarks,
     ) -> None:
-        self.weights: list[float] = [0.0] * len(index.spaces)
-        """Read bandwidth of each device that may be written (bytes/s), else 0. Set by the owner."""
+        self.weights: Sequence[float] = []
+        """Read bandwidth of each device that may be written (bytes/s), else 0."""
         self.evicted: list[Entry] = []
         """Chunks evicted since the owner last cleared the list."""
         self.demotions = 0
         self._index = index
+        self._spaces = index.spaces
         self._placement = placement
         self._state = PlacementState(list(latencies))
         self._copying = Bandwidth()
@@ -62,6 +83,16 @@ class Allocator:
         self._volatile = volatile
         self._durable = durable
         self._watermarks = watermarks
+        self._classes: dict[frozenset[int], _Class] = {}
+        self._persistent: frozenset[int] = frozenset()
+        self._copy_weights: list[float] = []
+
+    def weigh(self, weights: Sequence[float]) -> None:
+        """From now on place by these bandwidths (bytes/s; 0 for a device that must not be written)."""
+        self.weights = weights
+        usable = frozenset(device for device, weight in enumerate(weights) if weight > 0)
+        self._persistent = usable - self._volatile if self._durable and self._volatile else frozenset()
+        self._copy_weights = [weight if d in self._persistent else 0.0 for d, weight in enumerate(weights)]
 
     def allocate(self, key: bytes, groups: Sequence[Sequence[Span]], protected: frozenset[bytes]) -> Places | None:
         """Take slots for a chunk; None when not enough can be had.
@@ -72,53 +103,51 @@ class Allocator:
             protected: names that must not be evicted for it.
         """
         count = sum(map(len, groups))
-        persistent = self._persistent()
-        if not self._make_room(key, count, persistent, protected):
+        if not self._make_room(key, count, protected):
             return None
-        devices = self._choose(key, groups)
+        free = [space.free for space in self._spaces]
+        devices = self._choose(key, groups, free)
         if devices is None:
             return None
-        copies = self._choose_copies(key, groups, devices, persistent) if persistent else []
+        copies = self._choose_copies(key, groups, devices, free) if self._persistent else []
         return self._take(devices, copies)
 
-    def _persistent(self) -> frozenset[int]:
-        """Where copies go; empty when none are kept."""
-        if not self._durable or not self._volatile:
-            return frozenset()
-        return frozenset(d for d, weight in enumerate(self.weights) if weight > 0 and d not in self._volatile)
-
-    def _make_room(self, key: bytes, count: int, persistent: frozenset[int], protected: frozenset[bytes]) -> bool:
-        eligible = self._placement.eligible(key, self.weights)
-        if persistent:
-            resident = frozenset(eligible) & self._volatile
-            self._relieve(resident, self._share(count, resident, eligible), lambda: self._demote(resident, protected))
-            self._relieve(persistent, count, lambda: self._evict(persistent, protected))
-            chosen = frozenset(eligible) & persistent
-            if chosen != persistent:  # a placement that leaves no choice, such as `hash`
-                self._relieve(chosen, count, lambda: self._evict(chosen, protected))
+    def _make_room(self, key: bytes, count: int, protected: frozenset[bytes]) -> bool:
+        """Evict and demote until `count` stripes fit where the placement may put them. Whether they do."""
+        eligible = frozenset(self._placement.eligible(key, self.weights))
+        if self._persistent:
+            resident = eligible & self._volatile
+            if resident:
+                expected = self._share(count, resident, eligible)
+                self._relieve(resident, expected, lambda: self._demote(resident, protected))
+            self._relieve(self._persistent, count, lambda: self._evict(self._persistent, protected))
+            eligible_persistent = eligible & self._persistent
+            if eligible_persistent != self._persistent:  # a placement that leaves no choice, such as `hash`
+                self._relieve(eligible_persistent, count, lambda: self._evict(eligible_persistent, protected))
         else:
-            devices = frozenset(eligible)
-            self._relieve(devices, count, lambda: self._evict(devices, protected))
-        return sum(self._index.spaces[device].free for device in eligible) >= count
+            self._relieve(eligible, count, lambda: self._evict(eligible, protected))
+        found = self._class(eligible)
+        return found.capacity - found.used >= count
 
-    def _share(self, count: int, devices: frozenset[int], eligible: Sequence[int]) -> int:
+    def _class(self, devices: frozenset[int]) -> _Class:
+        found = self._classes.get(devices)
+        if found is None:
+            found = self._classes[devices] = _Class(devices, self._spaces, self._watermarks)
+        return found
+
+    def _share(self, count: int, devices: frozenset[int], eligible: frozenset[int]) -> int:
         """Of `count` stripes, how many to expect on `devices`."""
-        total = sum(self.weights[device] for device in eligible)
-        return min(count, ceil(count * sum(self.weights[device] for device in devices) / total)) if total else 0
+        weights = self.weights
+        part = sum([weights[device] for device in devices])
+        return min(count, ceil(count * part / sum([weights[device] for device in eligible])))
 
     def _relieve(self, devices: frozenset[int], count: int, step: Callable[[], bool]) -> None:
-        """If `count` more slots would pass the high watermark: `step` until they fit below the low one.
-
-        The watermarks are those of the devices together: room on a slow device is used before anything is evicted.
-        """
-        spaces = [self._index.spaces[device] for device in devices]
-        capacity = sum(space.capacity for space in spaces)
-        used = sum(space.used for space in spaces) + count
-        if used <= ceil(self._watermarks.high * capacity) or count > capacity:
+        """If `count` more slots would pass the high watermark: `step` until they fit below the low one."""
+        found = self._class(devices)
+        if found.used + count <= found.high or count > found.capacity:
             return
-        extra, low = EVICT_BATCH, ceil(self._watermarks.low * capacity)
-        while used > low and (extra > 0 or used > capacity) and step():
-            used = sum(space.used for space in spaces) + count
+        extra = EVICT_BATCH
+        while (used := found.used + count) > found.low and (extra > 0 or used > found.capacity) and step():
             extra -= 1
 
     def _evict(self, devices: frozenset[int], protected: frozenset[bytes]) -> bool:
@@ -134,9 +163,8 @@ class Allocator:
             return True
         return self._evict(devices, protected)
 
-    def _choose(self, key: bytes, groups: Sequence[Sequence[Span]]) -> list[int] | None:
-        """The device of every stripe."""
-        free = [space.free for space in self._index.spaces]
+    def _choose(self, key: bytes, groups: Sequence[Sequence[Span]], free: list[int]) -> list[int] | None:
+        """The device of every stripe; `free` is what is left afterwards."""
         devices: list[int] = []
         for spans in groups:
             chosen = self._placement.assign(key, spans, self.weights, free, self._state)
@@ -148,16 +176,13 @@ class Allocator:
         return devices
 
     def _choose_copies(
-        self, key: bytes, groups: Sequence[Sequence[Span]], devices: Sequence[int], persistent: frozenset[int]
+        self, key: bytes, groups: Sequence[Sequence[Span]], devices: Sequence[int], free: Sequence[int]
     ) -> list[int]:
         """The device of each stripe's copy. All that need one get one, or none does: a part would save nothing."""
         spans = [span for group in groups for span in group]
         needing = [stripe for stripe, device in enumerate(devices) if device in self._volatile]
-        free = [space.free for space in self._index.spaces]
-        for device in devices:
-            free[device] -= 1
-        weights = [weight if device in persistent else 0.0 for device, weight in enumerate(self.weights)]
-        chosen = self._copying.assign(key, [spans[stripe] for stripe in needing], weights, free, self._copy_state)
+        moved = [spans[stripe] for stripe in needing]
+        chosen = self._copying.assign(key, moved, self._copy_weights, free, self._copy_state)
         if not chosen:
             return []
         copies = [NOWHERE] * len(devices)
@@ -176,7 +201,7 @@ class Allocator:
         both = [NOWHERE] * (2 * len(devices))
         for device, positions in wanted.items():
             base = device << 32
-            slots = self._index.spaces[device].allocate(len(positions))
+            slots = self._spaces[device].allocate(len(positions))
             for position, slot in zip(sorted(positions), slots, strict=True):
                 both[position] = base | slot
         return Places(both[::2], both[1::2] if copies else [])

@@ -352,7 +352,8 @@ class Pool:
         writing = self._index.pending(self._prefix + key)
         if writing is None:
             return
-        self._pending -= sum(span.length for span in writing.spans) * self.lanes
+        last = writing.spans[-1]
+        self._pending -= (last.offset + last.length) * self.lanes
         entry = self._index.finish(writing.name)
         if lanes is None or [len(lane) for lane in lanes] != [len(writing.spans)] * self.lanes:
             self._failed_stores += 1
@@ -394,9 +395,8 @@ class Pool:
         unwritable = {report.name for report in reports if not report.usable or not report.writable}
         names = [device.name for device in self.config.devices]
         self._down = frozenset(device for device, name in enumerate(names) if name in unreadable)
-        self._allocator.weights = [
-            0.0 if name in unwritable else weight for name, weight in zip(names, self.profile.weights(), strict=True)
-        ]
+        weights = zip(names, self.profile.weights(), strict=True)
+        self._allocator.weigh([0.0 if name in unwritable else weight for name, weight in weights])
 
     def _usage(self, device: int) -> DeviceUsage:
         space, config = self._index.spaces[device], self.config.devices[device]

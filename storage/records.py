@@ -47,6 +47,11 @@ class Kind(enum.IntEnum):
     RESET = 5
 
 
+_PUT_KIND, _DROP_KIND = int(Kind.PUT), int(Kind.DROP)
+_STARTS = [zlib.crc32(bytes((kind,))) for kind in range(256)]
+"""Checksum of the kind alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
     """A device as the journal's places refer to it, by position in the header's list."""
@@ -89,9 +94,9 @@ def preamble() -> bytes:
     return _PREAMBLE.pack(MAGIC, FORMAT)
 
 
-def record(kind: Kind, payload: bytes = b"") -> bytes:
+def record(kind: int, payload: bytes = b"") -> bytes:
     """A framed record."""
-    return _FRAME.pack(len(payload), zlib.crc32(payload, zlib.crc32(bytes((kind,)))), kind) + payload
+    return _FRAME.pack(len(payload), zlib.crc32(payload, _STARTS[kind]), kind) + payload
 
 
 def header_record(header: Header) -> bytes:
@@ -166,36 +171,37 @@ def _walk(data: bytes, found: Replay) -> None:
     """Apply all sound records after the header."""
     unpack_frame, frame, crc32 = _FRAME.unpack_from, _FRAME.size, zlib.crc32
     unpack_generation = _GENERATION.unpack_from
-    view, end, position, puts = memoryview(data), len(data), found.end, found.puts
+    view, end, position, puts, last = memoryview(data), len(data), found.end, found.puts, 0
     while position + frame <= end:
         length, crc, kind = unpack_frame(data, position)
-        stop = position + frame + length
+        payload = position + frame
+        stop = payload + length
         if stop > end or crc32(view[position + 8 : stop]) != crc:
             break
-        if kind == Kind.PUT:
-            puts[unpack_generation(data, position + frame)[0]] = position
+        if kind == _PUT_KIND:
+            (generation,) = unpack_generation(data, payload)
+            puts[generation] = position
+            if generation > last:
+                last = generation
+        elif kind == _DROP_KIND:
+            for generation in struct.unpack_from(f"<{length >> 3}Q", data, payload):
+                puts.pop(generation, None)
         else:
-            _apply(found, data, kind, data[position + frame : stop])
+            _apply(found, data, kind, data[payload:stop])
         position = stop
-    found.end = position
-    found.last_generation = max(found.last_generation, max(puts, default=0))
-    found.live = sum(frame + unpack_frame(data, put)[0] for put in puts.values())
+    found.end, found.last_generation = position, last
+    found.live = sum([frame + unpack_frame(data, put)[0] for put in puts.values()])
 
 
 def _apply(found: Replay, data: bytes, kind: int, payload: bytes) -> None:
-    """A record other than PUT. Unknown kinds are skipped: they come from a newer minor version."""
-    if kind == Kind.DROP:
-        for (generation,) in _GENERATION.iter_unpack(payload):
-            found.puts.pop(generation, None)
-            found.last_generation = max(found.last_generation, generation)
-    elif kind == Kind.NAMESPACE:
+    """One of the rare records. Unknown kinds are skipped: they come from a newer minor version."""
+    if kind == Kind.NAMESPACE:
         found.namespaces[payload[:FINGERPRINT]] = payload[FINGERPRINT:].decode(errors="replace")
     elif kind == Kind.RESET:
         name = _FRAME.size + _PUT.size
         for generation, at in list(found.puts.items()):
             if data.startswith(payload, at + name):
                 del found.puts[generation]
-                found.last_generation = max(found.last_generation, generation)
 
 
 def _check_preamble(data: bytes, origin: str) -> None:

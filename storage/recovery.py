@@ -79,7 +79,7 @@ class _Recovery:
         reasons = self._why_lost(first, second, places, owner)
         for index in _claimed_twice(places, owner, set(reasons)):
             reasons[index] = "claim the same place"
-        return self._sort(places, counts, reasons)
+        return self._sort(places, counts, owner, reasons)
 
     def _device(self, places: Places) -> Places:
         """Old device of each place; the last row of the tables for those on none."""
@@ -99,18 +99,16 @@ class _Recovery:
         blamed = np.where(second[rows] >= 0, self._device(second[rows]), self._device(first[rows]))
         return {int(index): self.why[int(device)] for index, device in zip(owner[rows], blamed, strict=True)}
 
-    def _sort(self, places: Places, counts: Places, reasons: dict[int, str]) -> Recovered:
-        stops = 8 * np.cumsum(counts)
-        packed = places.tobytes()
-        kept, lost, start = [], [], 0
-        for index, (entry, stop) in enumerate(zip(self.entries, stops.tolist(), strict=True)):
-            if index in reasons:
-                lost.append(entry)
-            else:
-                entry.extents, entry.copies = packed[start:stop], b""
-                kept.append(entry)
+    def _sort(self, places: Places, counts: Places, owner: Places, reasons: dict[int, str]) -> Recovered:
+        lost = [self.entries[index] for index in sorted(reasons)]
+        packed, start = places.tobytes(), 0
+        for entry, stop in zip(self.entries, (8 * np.cumsum(counts)).tolist(), strict=True):
+            entry.extents, entry.copies = packed[start:stop], b""
             start = stop
-        held = np.frombuffer(b"".join([entry.extents for entry in kept]), np.int64)
+        kept, held = self.entries, places
+        if reasons:
+            kept = [entry for index, entry in enumerate(self.entries) if index not in reasons]
+            held = places[~np.isin(owner, list(reasons))]
         used = [held[held >> 32 == device] & 0xFFFFFFFF for device in range(len(self.new.devices))]
         return Recovered(kept, used, lost, Counter(reasons.values()))
 

@@ -26,6 +26,8 @@ class Space:
         self._by_start: dict[int, int] = {}
         self._by_end: dict[int, int] = {}
         self._classes: list[set[int]] = [set() for _ in range(capacity.bit_length() + 1)]
+        self._filled = 0
+        """Bit k: class k has runs."""
         for start, length in _gaps(capacity, used):
             self._add(start, length)
         self.used = 0 if used is None else len(used)
@@ -44,14 +46,15 @@ class Space:
         if count > self.free:
             raise ValueError(f"{count} slots asked for, {self.free} of {self.capacity} are free")
         slots: list[int] = []
-        while len(slots) < count:
-            wanted = count - len(slots)
+        wanted = count
+        while wanted:
             start = self._find(wanted)
             length = self._remove(start)
-            taken = min(length, wanted)
-            if taken < length:
-                self._add(start + taken, length - taken)
-            slots.extend(range(start, start + taken))
+            if length > wanted:
+                self._add(start + wanted, length - wanted)
+                length = wanted
+            slots += range(start, start + length)
+            wanted -= length
         self.used += count
         return slots
 
@@ -70,11 +73,11 @@ class Space:
     def _find(self, wanted: int) -> int:
         """The start of a run of at least `wanted` slots, else of one of the longest."""
         sure = (wanted - 1).bit_length()
-        for level in range(sure, len(self._classes)):
-            if self._classes[level]:
-                return next(iter(self._classes[level]))
-        level = max(level for level in range(sure) if self._classes[level])
-        return max(self._some(level), key=self._by_start.__getitem__)
+        larger = self._filled >> sure
+        if larger:
+            level = sure + (larger & -larger).bit_length() - 1
+            return next(iter(self._classes[level]))
+        return max(self._some(self._filled.bit_length() - 1), key=self._by_start.__getitem__)
 
     def _some(self, level: int) -> list[int]:
         """A few runs of a size class: enough to avoid most needless cuts, few enough to stay cheap."""
@@ -93,12 +96,17 @@ class Space:
     def _add(self, start: int, length: int) -> None:
         self._by_start[start] = length
         self._by_end[start + length] = start
-        self._classes[length.bit_length() - 1].add(start)
+        level = length.bit_length() - 1
+        self._classes[level].add(start)
+        self._filled |= 1 << level
 
     def _remove(self, start: int) -> int:
         length = self._by_start.pop(start)
         del self._by_end[start + length]
-        self._classes[length.bit_length() - 1].discard(start)
+        level = length.bit_length() - 1
+        self._classes[level].discard(start)
+        if not self._classes[level]:
+            self._filled &= ~(1 << level)
         return length
 
 
