@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from forebay.cli import calibrate, demo, doctor, pool
+from forebay.cli import bench, calibrate, demo, doctor, pool
 from forebay.cli.output import fail, messages
 from forebay.storage.errors import ForebayError
 
@@ -28,6 +28,7 @@ app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 app.command()(demo.demo)
 app.add_typer(pool.app, name="pool")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,10 +1,12 @@
 """What a byte costs, against vLLM's own file system tier: `cpu_per_gb_vs_fs_tier`, `blocked_vs_fs_tier`.
 
-Same disk, same chunks, same primary memory, same calls, for chunks of 1 and 3 MiB. The peer runs with O_DIRECT and its
-C extension where it has them, and in several settings: threads, and chunks per job. (Inside vLLM the chunks of one
-request are one job, so one thread reads them one after the other; that is `as_used` in the details.) The peer's figure
-is the best, for each ratio, of the settings whose bandwidth is within 5% of its highest. Ours reads with stripes of
-1 MiB and without verification, which the peer has not; with verification it is in the details.
+Same disk, same chunks (1 and 3 MiB), same calls, and primary memory as vLLM makes it for such tiers: shared between
+processes, on small pages. The peer runs with O_DIRECT and its C extension where it has them, in several settings of
+threads and of chunks per job. Its figure is the best, for each ratio, of the settings whose bandwidth is within 5% of
+its highest. Ours is `ForebayTier` with stripes of 1 MiB and without verification, which the peer has not.
+
+Beside it, in the details: ours with verification; both on memory that can be on huge pages, as the KV tensors are into
+which the connector reads; and the peer as vLLM uses it (the chunks of one request are one job, read by one thread).
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.bench.blocked import can_sample
-from forebay.bench.kv.bars import Context, Measurement
+from forebay.bench.kv.bars import Context, Measurement, medians
 from forebay.bench.kv.session import Memory2D
 from forebay.bench.rig import require_space
 from forebay.bench.rounds import Series, interleave
 
 if TYPE_CHECKING:
-    from forebay.bench.kv.tiers import Cost, Driver, OffloadKey
+    from vllm.v1.kv_offload.base import OffloadKey
+
+    from forebay.bench.kv.tiers import Cost, Driver
 
 MIB = 1 << 20
 CHUNKS = (1 * MIB, 3 * MIB)
-TOTAL, QUICK_TOTAL = 768 * MIB, 240 * MIB
+TOTAL, QUICK_TOTAL = 768 * MIB, 192 * MIB
 STRIPE = 1 * MIB
 SETTINGS = {"4 threads": (4, 1), "8 threads": (8, 1), "16 threads": (16, 1), "8 threads, jobs of 4": (8, 4)}
-AS_USED = {"as_used": (32, 0)}
-"""vLLM's default of 16 + 16 threads, all chunks in one job."""
+AS_USED = {"32 threads, one job": (32, 0)}
+"""vLLM's default of 16 + 16 threads, all chunks of a request in one job."""
+HUGE = "8 threads, huge pages"
+OURS, VERIFIED, OURS_HUGE = "forebay", "forebay, verified", "forebay, huge pages"
 NEAR_BEST = 0.95
 
 
@@ -70,50 +76,51 @@ def measure(context: Context) -> Measurement:
 
 def _measure_chunk(context: Context, chunk: int) -> dict[str, Any]:
     count = (QUICK_TOTAL if context.quick else TOTAL) // chunk
-    memory = Memory2D(count, chunk)
-    arms = _arms(context, memory)
+    arms = _arms(context, count, chunk)
     try:
         costs = interleave(
             {name: arm.load for name, arm in arms.items()}, context.rounds, lambda name: context.say(f"loading: {name}")
         )
-        looks = interleave(
-            {name: arm.blocked for name, arm in arms.items()} if can_sample() else {"": lambda: 0.0},
-            context.rounds,
-            lambda name: context.say(f"blocked in I/O: {name}"),
-        )
+        looks: dict[str, list[float]] = {}
+        if can_sample():
+            looks = interleave(
+                {name: arm.blocked for name, arm in arms.items()},
+                context.rounds,
+                lambda name: context.say(f"blocked in I/O: {name}"),
+            )
     finally:
         for arm in arms.values():
             arm.driver.tier.shutdown()
     gigabytes = count * chunk / 1e9
-    rows = {name: _row(costs[name], looks.get(name, []), gigabytes) for name in arms}
-    return _compare(rows)
+    return _compare({name: _row(costs[name], looks.get(name, []), gigabytes) for name in arms})
 
 
-def _arms(context: Context, memory: Memory2D) -> dict[str, _Arm]:
-    """All settings of the peer over one folder of files, and ours without and with verification over one pool each."""
+def _arms(context: Context, count: int, chunk: int) -> dict[str, _Arm]:
+    """All settings of the peer over one folder of files, and ours over one pool each."""
     from forebay.bench.kv.tiers import Driver, forebay_tier, fs_tier, offload_keys
 
-    names = offload_keys(f"tier/{memory.row_bytes}", memory.rows)
+    context.say(f"storing chunks of {chunk // MIB} MiB")
+    small, huge = Memory2D(count, chunk, shared=True), Memory2D(count, chunk)
+    names = offload_keys(f"tier/{chunk}", count)
     arms: dict[str, _Arm] = {}
-    for name, (threads, keys_per_job) in (SETTINGS | AS_USED).items():
-        driver = Driver(partial(fs_tier, memory, context.work / "fs", threads), memory)
-        arms[name] = _Arm(driver, names, keys_per_job or memory.rows)
-    for name, verify in {"forebay": False, "forebay, verified": True}.items():
-        pool = _pool(context.work / f"pool-{memory.row_bytes}-{verify}", memory, verify)
-        driver = Driver(partial(forebay_tier, memory, pool), memory)
-        arms[name] = _Arm(driver, names, memory.rows)
-    context.say("storing")
-    for name in ("4 threads", "forebay", "forebay, verified"):
+    for name, memory, verify in ((OURS, small, False), (VERIFIED, small, True), (OURS_HUGE, huge, False)):
+        pool = _pool(context.work / f"{name}, {chunk}", count * chunk, verify)
+        arms[name] = _Arm(Driver(partial(forebay_tier, memory, pool), memory), names, count)
         arms[name].driver.store(names)
+    for name, (threads, keys_per_job) in (SETTINGS | AS_USED).items():
+        driver = Driver(partial(fs_tier, small, context.work / "fs", threads), small)
+        arms[name] = _Arm(driver, names, keys_per_job or count)
+    arms[HUGE] = _Arm(Driver(partial(fs_tier, huge, context.work / "fs", 8), huge), names, 1)
+    arms[HUGE].driver.store(names)
     for arm in arms.values():
         arm.driver.load(names, arm.keys_per_job, check=True)
     return arms
 
 
-def _pool(folder: Path, memory: Memory2D, verify: bool) -> dict[str, Any]:
-    size = (memory.rows * memory.row_bytes * 17 // 16) // STRIPE * STRIPE + 16 * STRIPE
-    device = {"name": "disk", "kind": "file", "path": str(folder / "disk.kv"), "size": size}
+def _pool(folder: Path, total: int, verify: bool) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
+    size = total * 17 // 16 // STRIPE * STRIPE + 16 * STRIPE
+    device = {"name": "disk", "kind": "file", "path": str(folder / "disk.kv"), "size": size}
     return {"path": str(folder), "stripe": STRIPE, "verify": verify, "devices": [device]}
 
 
@@ -132,8 +139,8 @@ def _compare(rows: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:
     near = [name for name in SETTINGS if rows[name]["bandwidth"].median >= NEAR_BEST * best]
     result: dict[str, Any] = {"near_best": near}
     for what in ("cpu", "blocked"):
-        if what in rows["forebay"]:
-            peer = min(rows[name][what].median for name in near)
-            result[f"{what}_ratio"] = rows["forebay"][what].median / peer
-    result["settings"] = {name: {what: series.to_json() for what, series in row.items()} for name, row in rows.items()}
+        if what in rows[OURS]:
+            result[f"{what}_ratio"] = rows[OURS][what].median / min(rows[name][what].median for name in near)
+            result[f"{what}_ratio_huge_pages"] = rows[OURS_HUGE][what].median / rows[HUGE][what].median
+    result["settings"] = {name: medians(row) for name, row in rows.items()}
     return result

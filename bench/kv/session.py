@@ -40,11 +40,13 @@ class Memory2D:
         rows: how many.
         row_bytes: of each.
         shift: bytes by which the first row begins after a huge page.
+        shared: as the regions that processes share: always on small pages.
     """
 
-    def __init__(self, rows: int, row_bytes: int, shift: int = 0) -> None:
+    def __init__(self, rows: int, row_bytes: int, shift: int = 0, *, shared: bool = False) -> None:
         self.rows, self.row_bytes = rows, row_bytes
-        region = mmap.mmap(-1, rows * row_bytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS
+        region = mmap.mmap(-1, rows * row_bytes + 2 * HUGE_PAGE, flags=flags)
         start = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % HUGE_PAGE + shift
         self._map = memoryview(region)[start : start + rows * row_bytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

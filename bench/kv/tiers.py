@@ -29,7 +29,6 @@ from forebay.bench.blocked import BlockedSampler, threads
 from forebay.bench.kv.session import BenchError, Memory2D, keys
 from forebay.vllm_ext.tier import ForebayTier
 
-
 STEP_SECONDS = 0.005
 """A short step of an engine."""
 
