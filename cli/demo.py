@@ -42,15 +42,18 @@ def demo(
 
 
 def _show(rows: list[Row]) -> None:
-    headings = ("tokens", "cold", "recomputed", "warm", "restarted", "in engine", "recomputed / warm", "answers")
+    headings = ("tokens", "cold", "recomputed", "warm", "restarted", "in engine", "gain")
     cells = [
         [
-            row.title,
+            row.title.removeprefix("Python manual, "),
             f"{row.tokens}",
             *(f"{value:.2f} s" for value in (row.cold, row.recomputed, row.warm, row.restarted, row.device_hit)),
             f"{row.recomputed / row.warm:.1f}x",
-            "identical" if row.same_answers else "[red]DIFFERENT[/]",
         ]
         for row in rows
     ]
     print_table("Time to first token", {"document": "left"} | dict.fromkeys(headings, "right"), cells)
+    messages.print("recomputed: no cache at all; in engine: vLLM still had the blocks; gain: recomputed / warm")
+    for row in rows:
+        if not row.same_answers:
+            messages.print(f"[bold red]the answers to {row.title!r} differ[/]; keep the pool with --work and report it")

@@ -145,6 +145,8 @@ class ForebayManager(OffloadingManager):
 
     def forget(self, live_requests: Iterable[str]) -> None:
         """Forget the adapters of requests that vLLM no longer tracks."""
+        if not self._adapters:
+            return
         live = set(live_requests)
         self._adapters = {req_id: adapter for req_id, adapter in self._adapters.items() if req_id in live}
 

@@ -37,17 +37,39 @@ def sliding_window_model(folder: Path) -> Path:
     return folder
 
 
-def adapter(folder: Path, seed: int, rank: int = 8) -> Path:
-    """A LoRA adapter of the trained model's query projections, strong enough to change answers."""
-    config = json.loads((MODEL / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+def dense_model(folder: Path) -> Path:
+    """A Qwen 3 without experts: vLLM's adapters for experts need Triton, which has no CPU backend."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=4096,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(MODEL / name, folder)
+    return folder
+
+
+def adapter(folder: Path, model: Path, seed: int, rank: int = 8) -> Path:
+    """A LoRA adapter of a model's query and value projections, strong enough to change answers."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, head = config["hidden_size"], config["head_dim"]
+    sizes = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
     random = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(config["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn"
-        for projection, size in (("q_proj", heads), ("v_proj", config["num_key_value_heads"] * config["head_dim"])):
-            weights[f"{name}.{projection}.lora_A.weight"] = torch.randn(rank, hidden, generator=random) * 0.3
-            weights[f"{name}.{projection}.lora_B.weight"] = torch.randn(size, rank, generator=random) * 0.3
+        for projection, size in sizes.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=random)
+            weights[f"{name}.lora_B.weight"] = torch.randn(size, rank, generator=random)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
     settings = {
@@ -55,8 +77,8 @@ def adapter(folder: Path, seed: int, rank: int = 8) -> Path:
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": ["q_proj", "v_proj"],
-        "base_model_name_or_path": str(MODEL),
+        "target_modules": list(sizes),
+        "base_model_name_or_path": str(model),
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,13 +68,13 @@ def chunks_of_blocks(folder: str, seeds: list[int]) -> dict[str, Any]:
     return result
 
 
-def adapters(folder: str, first: str, second: str, seed: int) -> dict[str, Any]:
+def adapters(folder: str, model: str, first: str, second: str, seed: int) -> dict[str, Any]:
     """One adapter name whose content changes between requests, and no adapter at all."""
     import shutil
 
     from vllm.lora.request import LoRARequest
 
-    engine = PoolEngine(pool(folder), enable_lora=True, max_lora_rank=8, max_loras=1)
+    engine = PoolEngine(pool(folder), model=Path(model), enable_lora=True, max_lora_rank=8, max_loras=1)
     ids = prompt(seed)
     path = Path(folder) / "adapter"
     result: dict[str, Any] = {}
@@ -96,11 +97,12 @@ def adapters(folder: str, first: str, second: str, seed: int) -> dict[str, Any]:
 
 def two_ranks(folder: str, seeds: list[int]) -> dict[str, Any]:
     """Tensor parallelism: every rank has its lane, and the hit is decided once for both."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     engine = PoolEngine(pool(folder), tensor_parallel_size=2)
-    prompts = [prompt(seed) for seed in seeds]
-    cold = [engine.ask(ids) for ids in prompts]
+    prompts = [prompt(seed, blocks=3) for seed in seeds]
+    cold = [engine.ask(ids, tokens=2) for ids in prompts]
     engine.forget()
-    warm = [engine.ask(ids) for ids in prompts]
+    warm = [engine.ask(ids, tokens=2) for ids in prompts]
     engine.settle()
     result = {"cold": cold, "warm": warm, "lanes": engine.pool.lanes, "leases": engine.leases()}
     engine.close()
