@@ -272,10 +272,10 @@ class DeviceConformance:
 
     def test_counters(self, device: Device) -> None:
         """They count what was done, and never go back."""
-        memory = Memory(MIB)
+        memory = Memory(16 * MIB)
         seen = [device.stats()]
         for round_ in range(3):
-            ops = [Op(i, WRITE, i * MIB, MIB, [memory.piece(0, MIB)], False) for i in range(16)]
+            ops = [Op(i, WRITE, i * MIB, MIB, [memory.piece(i * MIB, MIB)], False) for i in range(16)]
             run(device, ops if round_ == 0 else [op._replace(direction=READ) for op in ops])
             seen.append(device.stats())
         for earlier, later in itertools.pairwise(seen):
@@ -317,15 +317,15 @@ class DeviceConformance:
     def test_closing(self, tmp_path: Path) -> None:
         """Twice is once; with work outstanding it does not hang; afterwards nothing can be submitted."""
         device = self.open(tmp_path)
-        memory = Memory(MIB)
-        op = Op(1, READ, 0, MIB, [memory.piece(0, MIB)], False)
-        device.submit([op._replace(tag=tag) for tag in range(200)])
+        memory = Memory(200 * SLOT)
+        ops = [Op(i, READ, i * SLOT, SLOT, [memory.piece(i * SLOT, SLOT)], False) for i in range(200)]
+        device.submit(ops)
         begin = time.monotonic()
         device.close()
         device.close()
         assert time.monotonic() - begin < 10
         with pytest.raises(ValueError, match="closed"):
-            device.submit([op])
+            device.submit(ops)
         device.cancel([1])
         assert not device.register(memory.address, 4096) or device.kind == "dram"
 

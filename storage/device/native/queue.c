@@ -157,6 +157,7 @@ void queue_free(Queue *queue)
     pthread_mutex_destroy(&queue->lock);
     pthread_cond_destroy(&queue->work);
     pthread_cond_destroy(&queue->changed);
+    free(queue->backend);
     free(queue->running);
     free(queue->free_places);
     free(queue->workers);
@@ -304,7 +305,9 @@ void queue_submit(Queue *queue, Op *list)
         fifo_append(&queue->waiting[op->direction], op);
     }
     pthread_cond_signal(&queue->work); /* a thread that starts one wakes the next if there is more */
-    if (queue->wake)
+    if (queue->stopping)
+        drop_waiting(queue); /* closed in this very moment by another thread */
+    else if (queue->wake)
         queue->wake(queue);
     pthread_mutex_unlock(&queue->lock);
 }

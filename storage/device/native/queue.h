@@ -105,8 +105,8 @@ typedef struct Queue {
 
     void (*wake)(struct Queue *); /* tells a sleeping backend about new work; called with the lock held */
     bool (*pin)(struct Queue *, uint64_t address, uint64_t length);
-    void (*release)(struct Queue *); /* frees `backend` after the last thread */
-    void *backend;
+    void (*release)(struct Queue *); /* frees what `backend` holds, after the last thread */
+    void *backend;                   /* stays until the queue goes: late callers look into it */
 } Queue;
 
 int64_t now_ns(void);

@@ -394,7 +394,6 @@ static void uring_release(Queue *queue)
     ring_close(&uring->ring);
     if (uring->wake_fd >= 0)
         close(uring->wake_fd);
-    free(uring);
 }
 
 int uring_start(Queue *queue)
