@@ -73,7 +73,7 @@ class Journal:
         """Queue a record for the next `write`.
 
         Args:
-            record: framed.
+            record: one of `records`.
             live: change of the bytes that a compaction would keep.
         """
         if not self.problem:
@@ -84,7 +84,7 @@ class Journal:
         """Hand everything queued to the kernel: from here on it survives the process."""
         if not self._buffer:
             return
-        data = b"".join(self._buffer)
+        data = records.frame(self._buffer)
         self._buffer.clear()
         try:
             with self._lock:
@@ -162,7 +162,7 @@ class Journal:
         """A complete new file beside the old one, safe on disk: its descriptor."""
         fd = os.open(self._new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            _write_all(fd, records.preamble() + b"".join(content))
+            _write_all(fd, b"".join(records.whole_file(content)))
             os.fsync(fd)
         except OSError:
             os.close(fd)

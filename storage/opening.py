@@ -161,9 +161,8 @@ def _start_journal(opened: Opened, found: records.Replay | None, kept: Recovered
     opened.journal.resume(found)
     if not known:
         opened.journal.append(records.namespace_record(namespace.fingerprint, namespace.describe()))
-    if kept.lost:
-        freed = sum(map(records.put_size, kept.lost))
-        opened.journal.append(records.drop_record([entry.generation for entry in kept.lost]), -freed)
+    for entry in kept.lost:
+        opened.journal.append(records.drop_record(entry.generation), -records.put_size(entry))
     opened.journal.write()
 
 

@@ -383,10 +383,9 @@ class Pool:
         self._record_drops(evicted)
 
     def _record_drops(self, entries: Sequence[Entry]) -> None:
-        recorded = [entry for entry in entries if entry.recorded]
-        if recorded:
-            freed = sum(map(records.put_size, recorded))
-            self._journal.append(records.drop_record([entry.generation for entry in recorded]), -freed)
+        for entry in entries:
+            if entry.recorded:
+                self._journal.append(records.drop_record(entry.generation), -records.put_size(entry))
 
     def _weigh(self) -> None:
         """Apply health and profile: no weight for what cannot be written, and no reads from what cannot be read."""

@@ -1,16 +1,18 @@
 """The journal's format: what one record looks like, and what a file of them amounts to.
 
-    file    = MAGIC version:u32, then records
-    record  = length:u32 crc32:u32 kind:u8 payload[length]      the checksum covers kind and payload
-    HEADER  = JSON: pool uuid, stripe, lanes, devices           first record, once
-    NAMESPACE = fingerprint[16], JSON                           before the first chunk of a namespace
-    PUT     = generation:u64 name:u16 stripes:u32 lanes:u16, name, then per stripe length:u32, extent:i64, copy:i64,
-              and per lane and stripe CRC-32C:u32               a chunk is ready
-    DROP    = generation:u64, repeated                          chunks are gone, their slots may hold anything
+    file    = MAGIC version:u32, then frames
+    frame   = length:u32 crc32:u32 payload[length]              what one write recorded: all of it counts, or nothing
+    payload = records
+    record  = length:u32 kind:u8 number:u64 body[length]
+    HEADER  = JSON: pool uuid, stripe, lanes, devices           alone in the first frame
+    NAMESPACE = fingerprint[16], JSON                           for people
+    PUT     = name:u16 stripes:u32 lanes:u16, name, then per stripe length:u32, extent:i64, copy:i64, and per lane and
+              stripe CRC-32C:u32                                chunk `number` (its generation) is ready
+    DROP    = nothing                                           chunk `number` is gone, its slots may hold anything
     RESET   = fingerprint[16]                                   all chunks of a namespace so far are gone
 
-Numbers are little-endian. A file is read up to the first record that is cut off or fails its checksum: what comes
-after is as good as lost in a crash.
+Numbers are little-endian, and `number` is 0 where it means nothing. A file is read up to the first frame that is cut
+off or fails its checksum: what comes after is as good as lost in a crash.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import enum
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from forebay.storage.errors import JournalError
@@ -31,10 +34,12 @@ from forebay.storage.plan import Span
 MAGIC = b"FOREBAYJ"
 FORMAT = 1
 _PREAMBLE = struct.Struct("<8sI")
-_FRAME = struct.Struct("<IIB")
-_PUT = struct.Struct("<QHIH")
-_GENERATION = struct.Struct("<Q")
+_FRAME = struct.Struct("<II")
+_HEAD = struct.Struct("<IBQ")
+_PUT = struct.Struct("<HIH")
 FINGERPRINT = 16
+RECORDS_PER_FRAME = 1000
+"""In a file that is written at once."""
 
 
 class Kind(enum.IntEnum):
@@ -45,11 +50,6 @@ class Kind(enum.IntEnum):
     PUT = 3
     DROP = 4
     RESET = 5
-
-
-_PUT_KIND, _DROP_KIND = int(Kind.PUT), int(Kind.DROP)
-_STARTS = [zlib.crc32(bytes((kind,))) for kind in range(256)]
-"""Checksum of the kind alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,49 +89,60 @@ class Replay:
     """Bytes of records that a compacted journal would keep."""
 
 
-def preamble() -> bytes:
-    """The start of a journal."""
-    return _PREAMBLE.pack(MAGIC, FORMAT)
+def whole_file(content: Iterable[bytes]) -> Iterator[bytes]:
+    """A journal that holds these records; the first is the header."""
+    rest = iter(content)
+    yield _PREAMBLE.pack(MAGIC, FORMAT)
+    yield frame(islice(rest, 1))
+    while batch := list(islice(rest, RECORDS_PER_FRAME)):
+        yield frame(batch)
 
 
-def record(kind: int, payload: bytes = b"") -> bytes:
-    """A framed record."""
-    return _FRAME.pack(len(payload), zlib.crc32(payload, _STARTS[kind]), kind) + payload
+def frame(content: Iterable[bytes]) -> bytes:
+    """Records that count together or not at all."""
+    payload = b"".join(content)
+    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def record(kind: int, number: int = 0, body: bytes = b"") -> bytes:
+    """A record of any kind."""
+    return _HEAD.pack(len(body), kind, number) + body
 
 
 def header_record(header: Header) -> bytes:
     """The HEADER record."""
     devices = [astuple(device) for device in header.devices]
     content = {"pool": header.pool_uuid.hex(), "stripe": header.stripe, "lanes": header.lanes, "devices": devices}
-    return record(Kind.HEADER, json.dumps(content).encode())
+    return record(Kind.HEADER, 0, json.dumps(content).encode())
 
 
 def namespace_record(fingerprint: bytes, description: str) -> bytes:
     """The NAMESPACE record."""
-    return record(Kind.NAMESPACE, fingerprint + description.encode())
+    return record(Kind.NAMESPACE, 0, fingerprint + description.encode())
 
 
 def put_size(entry: Entry) -> int:
     """Length of the PUT record of a chunk (bytes)."""
-    return _FRAME.size + _PUT.size + len(entry.name) + 20 * len(entry.spans) + len(entry.checksums)
+    return _HEAD.size + _PUT.size + len(entry.name) + 20 * len(entry.spans) + len(entry.checksums)
 
 
 def put_record(entry: Entry) -> bytes:
     """The PUT record of a ready chunk."""
     count = len(entry.spans)
-    head = _PUT.pack(entry.generation, len(entry.name), count, len(entry.checksums) // (4 * count))
+    head = _PUT.pack(len(entry.name), count, len(entry.checksums) // (4 * count))
     copies = entry.copies or b"\xff" * (8 * count)
-    return record(Kind.PUT, b"".join((head, entry.name, _lengths(entry.spans), entry.extents, copies, entry.checksums)))
+    body = b"".join((head, entry.name, _lengths(entry.spans), entry.extents, copies, entry.checksums))
+    return record(Kind.PUT, entry.generation, body)
 
 
-def drop_record(generations: Sequence[int]) -> bytes:
+def drop_record(generation: int) -> bytes:
     """The DROP record."""
-    return record(Kind.DROP, struct.pack(f"<{len(generations)}Q", *generations))
+    return record(Kind.DROP, generation)
 
 
 def reset_record(fingerprint: bytes) -> bytes:
     """The RESET record."""
-    return record(Kind.RESET, fingerprint)
+    return record(Kind.RESET, 0, fingerprint)
 
 
 @lru_cache(maxsize=256)
@@ -161,46 +172,53 @@ def replay(data: bytes, origin: str) -> Replay | None:
     if not data:
         return None
     _check_preamble(data, origin)
-    header, position = _read_header(data, origin)
-    found = Replay(header, {}, end=position)
-    _walk(data, found)
+    header, start = _read_header(data, origin)
+    found = Replay(header, {}, end=start)
+    for begin, end in _sound_frames(data, start):
+        _apply(found, data, begin, end)
+        found.end = end
+    found.live = sum([_HEAD.size + _HEAD.unpack_from(data, put)[0] for put in found.puts.values()])
     return found
 
 
-def _walk(data: bytes, found: Replay) -> None:
-    """Apply all sound records after the header."""
-    unpack_frame, frame, crc32 = _FRAME.unpack_from, _FRAME.size, zlib.crc32
-    unpack_generation = _GENERATION.unpack_from
-    view, end, position, puts, last = memoryview(data), len(data), found.end, found.puts, 0
-    while position + frame <= end:
-        length, crc, kind = unpack_frame(data, position)
-        payload = position + frame
-        stop = payload + length
-        if stop > end or crc32(view[position + 8 : stop]) != crc:
-            break
-        if kind == _PUT_KIND:
-            (generation,) = unpack_generation(data, payload)
-            puts[generation] = position
-            if generation > last:
-                last = generation
-        elif kind == _DROP_KIND:
-            for generation in struct.unpack_from(f"<{length >> 3}Q", data, payload):
-                puts.pop(generation, None)
+def _sound_frames(data: bytes, position: int) -> Iterator[tuple[int, int]]:
+    """Where the payload of each frame begins and ends, up to the first that is not whole."""
+    view, size = memoryview(data), len(data)
+    while position + _FRAME.size <= size:
+        length, crc = _FRAME.unpack_from(data, position)
+        begin, end = position + _FRAME.size, position + _FRAME.size + length
+        if not 0 < length <= size - begin or zlib.crc32(view[begin:end]) != crc:
+            return
+        yield begin, end
+        position = end
+
+
+def _apply(found: Replay, data: bytes, position: int, end: int) -> None:
+    """The records of one frame."""
+    unpack, size, puts = _HEAD.unpack_from, _HEAD.size, found.puts
+    put, drop, last = int(Kind.PUT), int(Kind.DROP), found.last_generation
+    while position + size <= end:
+        length, kind, number = unpack(data, position)
+        if kind == put:
+            puts[number] = position
+            if number > last:
+                last = number
+        elif kind == drop:
+            puts.pop(number, None)
         else:
-            _apply(found, data, kind, data[payload:stop])
-        position = stop
-    found.end, found.last_generation = position, last
-    found.live = sum([frame + unpack_frame(data, put)[0] for put in puts.values()])
+            _apply_rare(found, data, kind, data[position + size : position + size + length])
+        position += size + length
+    found.last_generation = last
 
 
-def _apply(found: Replay, data: bytes, kind: int, payload: bytes) -> None:
-    """One of the rare records. Unknown kinds are skipped: they come from a newer minor version."""
+def _apply_rare(found: Replay, data: bytes, kind: int, body: bytes) -> None:
+    """Unknown kinds are skipped: they come from a newer minor version."""
     if kind == Kind.NAMESPACE:
-        found.namespaces[payload[:FINGERPRINT]] = payload[FINGERPRINT:].decode(errors="replace")
+        found.namespaces[body[:FINGERPRINT]] = body[FINGERPRINT:].decode(errors="replace")
     elif kind == Kind.RESET:
-        name = _FRAME.size + _PUT.size
+        name = _HEAD.size + _PUT.size
         for generation, at in list(found.puts.items()):
-            if data.startswith(payload, at + name):
+            if data.startswith(body, at + name):
                 del found.puts[generation]
 
 
@@ -215,13 +233,11 @@ def _check_preamble(data: bytes, origin: str) -> None:
 
 def _read_header(data: bytes, origin: str) -> tuple[Header, int]:
     """The header and where it ends. It was written before the file got its name, so it is never cut off."""
-    start = _PREAMBLE.size
     try:
-        length, crc, kind = _FRAME.unpack_from(data, start)
-        end = start + _FRAME.size + length
-        if kind != Kind.HEADER or zlib.crc32(data[start + 8 : end]) != crc:
+        begin, end = next(_sound_frames(data, _PREAMBLE.size), (0, 0))
+        if not end or _HEAD.unpack_from(data, begin)[1] != Kind.HEADER:
             raise ValueError("its checksum does not match")
-        content: dict[str, Any] = json.loads(data[start + _FRAME.size : end])
+        content: dict[str, Any] = json.loads(data[begin + _HEAD.size : end])
         devices = tuple(DeviceRecord(*device) for device in content["devices"])
         return Header(bytes.fromhex(content["pool"]), int(content["stripe"]), int(content["lanes"]), devices), end
     except (struct.error, ValueError, KeyError, TypeError) as error:
@@ -236,11 +252,11 @@ def decode(data: bytes, found: Replay) -> list[Entry]:
     What the devices really hold is not known before a load has checked it: the host may have lost power with writes
     on their way, or a device may have been put back from a backup. So none of them counts as verified.
     """
-    unpack_put, size, skip = _PUT.unpack_from, _PUT.size, _FRAME.size
+    unpack_put, head = _PUT.unpack_from, _HEAD.size
     entries = []
-    for at in found.puts.values():
-        generation, name_length, count, lanes = unpack_put(data, at + skip)
-        name = at + skip + size
+    for generation, at in found.puts.items():
+        name_length, count, lanes = unpack_put(data, at + head)
+        name = at + head + _PUT.size
         lengths = name + name_length
         extents = lengths + 4 * count
         copies = extents + 8 * count
@@ -254,10 +270,10 @@ def decode(data: bytes, found: Replay) -> list[Entry]:
     return entries
 
 
-def live_records(data: bytes, found: Replay) -> list[bytes]:
-    """The records a compacted journal keeps, as they are."""
-    start = _PREAMBLE.size
-    kept = [data[start : start + _FRAME.size + _FRAME.unpack_from(data, start)[0]]]
-    kept += [namespace_record(fingerprint, description) for fingerprint, description in found.namespaces.items()]
-    kept += [data[at : at + _FRAME.size + _FRAME.unpack_from(data, at)[0]] for at in found.puts.values()]
-    return kept
+def live_records(data: bytes, found: Replay) -> Iterator[bytes]:
+    """The records a compacted journal keeps."""
+    yield header_record(found.header)
+    for fingerprint, description in found.namespaces.items():
+        yield namespace_record(fingerprint, description)
+    for at in found.puts.values():
+        yield data[at : at + _HEAD.size + _HEAD.unpack_from(data, at)[0]]

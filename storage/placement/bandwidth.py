@@ -9,6 +9,7 @@ already has to deliver. For stripes of equal length no other choice makes any pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import ClassVar
 
 from forebay.storage.placement.base import Placement, PlacementState, usable
@@ -36,12 +37,16 @@ class Bandwidth(Placement):
         active = [device for device, weight in enumerate(weights) if weight > 0 and free[device] > 0]
         if sum([free[device] for device in active]) < len(spans):
             return None
-        counts = _counts(spans, weights, free, state.work, active)
-        chosen = [device for device in active for _ in range(counts[device])]
         work = list(state.work)
-        for device, span in zip(chosen, spans, strict=True):
-            work[device] += span.length / weights[device]
-        state.work = _relative(work, active)
+        counts = _counts(spans, weights, free, work, active)
+        chosen: list[int] = []
+        for device in active:
+            chosen += [device] * counts[device]
+        for device, (_, length) in zip(chosen, spans, strict=True):
+            work[device] += length / weights[device]
+        # Relative to the least loaded device in use: one that sits out gathers no arrears to catch up on later.
+        least = min([work[device] for device in active], default=0.0)
+        state.work = [seconds - least if seconds > least else 0.0 for seconds in work]
         return chosen
 
 
@@ -62,12 +67,6 @@ class Equal(Bandwidth):
         return super().assign(key, spans, [1.0 if weight > 0 else 0.0 for weight in weights], free, state)
 
 
-def _relative(work: Sequence[float], active: Sequence[int]) -> list[float]:
-    """Work beyond that of the least loaded device in use; one that sits out gathers no arrears to catch up later."""
-    least = min([work[device] for device in active], default=0.0)
-    return [max(0.0, seconds - least) for seconds in work]
-
-
 def _counts(
     spans: Sequence[Span], weights: Sequence[float], free: Sequence[int], work: Sequence[float], active: Sequence[int]
 ) -> list[int]:
@@ -77,15 +76,13 @@ def _counts(
     chunk is one sequential run on each device. Hence the equal lengths: who gets the short last one is not known yet.
     """
     counts = [0] * len(weights)
-    if not spans:
-        return counts
-    longest = max([span.length for span in spans])
-    costs = {device: longest / weights[device] for device in active}
-    finish = {device: work[device] + costs[device] for device in active}
+    longest = max([length for _, length in spans], default=0)
+    costs = [longest / weight if weight > 0 else inf for weight in weights]
+    finish = [inf] * len(weights)
+    for device in active:
+        finish[device] = work[device] + costs[device]
     for _ in spans:
-        best = min(finish, key=finish.__getitem__)
-        finish[best] += costs[best]
+        best = finish.index(min(finish))
         counts[best] += 1
-        if counts[best] == free[best]:
-            del finish[best]
+        finish[best] = finish[best] + costs[best] if counts[best] < free[best] else inf
     return counts

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.storage.poolkit import Pools
+
+settings.register_profile("forebay", deadline=None)  # a busy machine is no failure
+settings.load_profile("forebay")
 
 
 @pytest.fixture

@@ -43,8 +43,9 @@ def index_of_100_gb():
             entry.checksums = bytes(4 * len(spans))
             content.append(records.put_record(entry))
             if generation % 2:
-                content.append(records.drop_record([generation]))
-    return header, records.preamble() + records.header_record(header) + b"".join(content)
+                content.append(records.drop_record(generation))
+    head = b"".join(records.whole_file([records.header_record(header)]))
+    return header, head + b"".join(records.frame(content[i : i + 4]) for i in range(0, len(content), 4))
 
 
 def test_recovery_of_a_100_gb_index(tmp_path, record_property):

@@ -11,6 +11,7 @@ from forebay.storage.plan import Span
 from forebay.storage.records import DeviceRecord, Header
 
 HEADER = Header(b"u" * 16, 4096, 1, (DeviceRecord("ram", "dram", "", 10), DeviceRecord("ssd", "file", "/f", 20)))
+PREAMBLE = next(records.whole_file([]))
 SPACE = b"n" * 16
 OTHER = b"m" * 16
 
@@ -24,7 +25,9 @@ def entry(generation, name=None, lengths=(4096, 100), lanes=1, copies=()):
 
 
 def journal(*content):
-    return records.preamble() + records.header_record(HEADER) + b"".join(content)
+    """Each record in a frame of its own, as if written one by one."""
+    start = b"".join(records.whole_file([records.header_record(HEADER)]))
+    return start + b"".join(records.frame([record]) for record in content)
 
 
 def keys(data):
@@ -60,7 +63,7 @@ def test_a_chunk_survives_the_round_trip(generation, name, lengths, lanes, copie
 
 def test_what_is_dropped_is_gone():
     puts = [records.put_record(entry(n)) for n in range(1, 5)]
-    data = journal(*puts, records.drop_record([1, 3]), records.drop_record([99]))
+    data = journal(*puts, records.drop_record(1), records.drop_record(3), records.drop_record(99))
     assert keys(data) == [SPACE + b"key2", SPACE + b"key4"]
     assert records.replay(data, "j").last_generation == 4
 
@@ -84,10 +87,10 @@ def test_compaction_keeps_what_counts():
     data = journal(
         records.namespace_record(SPACE, "{}"),
         *(records.put_record(entry(n)) for n in range(1, 9)),
-        records.drop_record([2, 4, 6]),
+        *(records.drop_record(n) for n in (2, 4, 6)),
         records.reset_record(OTHER),
     )
-    compact = records.preamble() + b"".join(records.live_records(data, records.replay(data, "j")))
+    compact = b"".join(records.whole_file(records.live_records(data, records.replay(data, "j"))))
     assert keys(compact) == keys(data)
     assert len(compact) < len(data)
     assert records.replay(compact, "j").header == HEADER
@@ -95,7 +98,7 @@ def test_compaction_keeps_what_counts():
 
 
 def test_unknown_records_are_skipped():
-    unknown = records.record(99, b"from the future")
+    unknown = records.record(99, 1, b"from the future")
     assert keys(journal(unknown, records.put_record(entry(1)))) == [SPACE + b"key1"]
 
 
@@ -103,11 +106,11 @@ def test_every_cut_leaves_the_complete_records():
     parts = [
         records.put_record(entry(1)),
         records.put_record(entry(2)),
-        records.drop_record([1]),
+        records.drop_record(1),
         records.put_record(entry(3)),
     ]
     data, start = journal(*parts), len(journal())
-    ends = [start + len(b"".join(parts[: i + 1])) for i in range(len(parts))]
+    ends = [len(journal(*parts[: i + 1])) for i in range(len(parts))]
     after = [{1}, {1, 2}, {2}, {2, 3}]
     for length in range(start, len(data) + 1):
         found = records.replay(data[:length], "j")
@@ -119,7 +122,7 @@ def test_every_cut_leaves_the_complete_records():
 def test_every_flipped_bit_is_noticed():
     """A damaged record and what follows count for nothing; a damaged header is refused."""
     data = journal(*(records.put_record(entry(n)) for n in range(1, 4)))
-    start, size = len(journal()), len(records.put_record(entry(1)))
+    start, size = len(journal()), len(records.frame([records.put_record(entry(1))]))
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -129,6 +132,19 @@ def test_every_flipped_bit_is_noticed():
         else:
             sound = (bit // 8 - start) // size
             assert list(records.replay(bytes(damaged), "j").puts) == [1, 2, 3][:sound]
+
+
+def test_a_frame_counts_as_a_whole():
+    data = journal() + records.frame([records.put_record(entry(1)), records.put_record(entry(2))])
+    assert set(records.replay(data, "j").puts) == {1, 2}
+    assert set(records.replay(data[:-1], "j").puts) == set()
+
+
+def test_zeros_at_the_end_are_no_frames():
+    """What a file system may leave after a power failure."""
+    data = journal(records.put_record(entry(1)))
+    found = records.replay(data + bytes(100), "j")
+    assert (set(found.puts), found.end) == ({1}, len(data))
 
 
 def test_empty_file_is_a_new_journal():
@@ -147,12 +163,13 @@ def test_empty_file_is_a_new_journal():
             records.MAGIC + b"\x07\0\0\0" + bytes(50),
             "x/journal: format 7, this version reads format 1; run `forebay pool clear`",
         ),
-        (records.preamble(), "x/journal: the header is damaged"),
+        (PREAMBLE, "x/journal: the header is damaged"),
         (
-            records.preamble() + records.record(records.Kind.HEADER, b"{}"),
+            PREAMBLE + records.frame([records.record(records.Kind.HEADER, 0, b"{}")]),
             "the header is damaged .*run `forebay pool clear`",
         ),
-        (records.preamble() + records.record(records.Kind.HEADER, b"[1]"), "the header is damaged"),
+        (PREAMBLE + records.frame([records.record(records.Kind.HEADER, 0, b"[1]")]), "the header is damaged"),
+        (PREAMBLE + records.frame([records.record(records.Kind.PUT, 0, b"{}")]), "the header is damaged"),
     ],
 )
 def test_foreign_files_are_refused_with_the_fix(data, message):
