@@ -72,7 +72,10 @@ class DeviceConfig(_Strict):
 
 
 class Watermarks(_Strict):
-    """When the evictor starts and stops, as fractions of a device's capacity in use."""
+    """When the evictor starts and stops, as fractions in use of all devices together.
+
+    In a durable pool memory and the persistent devices count apart: memory is relieved by reading from the copies.
+    """
 
     high: float = Field(default=0.98, gt=0, le=1)
     low: float = Field(default=0.95, gt=0, le=1)

@@ -69,6 +69,7 @@ def open_pool(config: PoolConfig, namespace: Namespace, lanes: int) -> Opened:
         with no_collections():
             opened = _recover(config, header, namespace, lock)
         opened.seconds = time.monotonic() - started
+        _advise(config, header)
         return opened
     except BaseException:
         os.close(lock)
@@ -169,6 +170,22 @@ def _start_journal(opened: Opened, found: records.Replay | None, kept: Recovered
 def _coldest_first(entries: list[Entry], fingerprint: bytes) -> list[Entry]:
     """Other namespaces' chunks before ours, each from old to new."""
     return sorted(entries, key=lambda entry: entry.name.startswith(fingerprint))
+
+
+def _advise(config: PoolConfig, header: records.Header) -> None:
+    """Say so when a durable pool leaves memory idle."""
+    memory, persistent = 0, 0
+    for device in header.devices:
+        size = device.slots * config.stripe * header.lanes
+        memory, persistent = memory + size * (device.kind == "dram"), persistent + size * (device.kind != "dram")
+    if config.durable and 0 < persistent < memory:
+        logger.warning(
+            "pool %s: a durable pool holds what fits on its persistent devices (%s), less than its memory (%s); "
+            "enlarge them, or set `durable: false` to use all of both",
+            config.path,
+            format_bytes(persistent),
+            format_bytes(memory),
+        )
 
 
 def _report(path: Path, kept: Recovered) -> None:

@@ -214,6 +214,12 @@ class TestDurable:
         )
         assert after_restart[1] == pytest.approx(3 * after_restart[2], rel=0.05)
 
+    @pytest.mark.parametrize(("ram", "ssd", "durable", "idle"), [(8, 64, True, 0), (64, 8, False, 0), (64, 8, True, 1)])
+    def test_memory_that_cannot_be_used_is_pointed_out(self, pools, caplog, ram, ssd, durable, idle):
+        pools.open(pools.config(ram=ram, ssds=[ssd], durable=durable))
+        hint = "holds what fits on its persistent devices (32.0 KiB), less than its memory (256.0 KiB)"
+        assert caplog.text.count(hint) == idle
+
 
 class TestExclusive:
     """Not durable: every stripe lies once, and the capacities add up."""
