@@ -15,7 +15,7 @@ class Memory:
     """Page-aligned bytes that devices can read and write."""
 
     def __init__(self, size: int, fill: bytes = b"") -> None:
-        self._map = mmap.mmap(-1, size)
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.size = size
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._map[: len(fill)] = fill

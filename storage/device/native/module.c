@@ -206,11 +206,12 @@ static PyObject *queue_object_register(QueueObject *self, PyObject *arguments)
     bool pinned = false;
     if (!PyArg_ParseTuple(arguments, "KK", &address, &length))
         return NULL;
-    if (self->queue->pin) {
-        Py_BEGIN_ALLOW_THREADS
+    Py_BEGIN_ALLOW_THREADS
+    if (!self->queue->geometry.memory)
+        prefer_huge_pages(address, length);
+    if (self->queue->pin)
         pinned = self->queue->pin(self->queue, address, length);
-        Py_END_ALLOW_THREADS
-    }
+    Py_END_ALLOW_THREADS
     return PyBool_FromLong(pinned);
 }
 

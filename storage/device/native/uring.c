@@ -260,6 +260,18 @@ static bool settled(Uring *uring, Op *op, int64_t *result)
     return !again;
 }
 
+/* What is left to do with bytes that have come or gone; the device works on meanwhile. */
+static void take(Uring *uring, Op *op)
+{
+    bool scatter = op->staged && op->direction == READ_OP, hash = !op->staged && op->checksum;
+    if (scatter || hash)
+        ring_enter(&uring->ring, false);
+    if (scatter)
+        op_scatter(op, slot_of(uring, op));
+    if (hash)
+        op_hash(op);
+}
+
 static void land(Uring *uring, Op *op, int64_t result)
 {
     if (result == -EINVAL && !op->staged && may_start(uring, &(Op){.staged = 1, .padded = op->padded})) {
@@ -273,10 +285,8 @@ static void land(Uring *uring, Op *op, int64_t result)
         uring->staged -= staged;
         return;
     }
-    if (result >= 0 && staged && op->direction == READ_OP)
-        op_scatter(op, slot_of(uring, op));
-    if (result >= 0 && !staged && op->checksum)
-        op_hash(op);
+    if (result >= 0)
+        take(uring, op);
     finish(uring, op, result);
 }
 
@@ -337,8 +347,7 @@ static void handle(Uring *uring, const struct io_uring_cqe *entry)
         land(uring, op, entry->res);
     else
         arm_wake(uring);
-    start_ready(uring); /* keep the device busy while the next completion is copied and hashed */
-    ring_enter(&uring->ring, false);
+    start_ready(uring); /* into its place; submitted before the next copy or the next wait, whichever comes first */
 }
 
 static void reap(Uring *uring)
