@@ -41,10 +41,10 @@ class NativeDevice(Device):
         self._queue.cancel(list(tags))
 
     def register(self, address: int, length: int) -> bool:
-        """Move memory to huge pages where possible, and pin it. It must stay mapped until the device is closed.
+        """Pin memory for direct I/O. It must stay mapped until the device is closed.
 
-        The huge pages help whatever the result: a third of the CPU time, and more bandwidth where the device takes
-        a limited number of segments. Only private memory gets them, so allocate buffers with MAP_PRIVATE.
+        On huge pages it is worth most (`forebay.storage.huge_pages.collapse` first): 4 KiB pages cost three times the
+        CPU, and bandwidth where the device takes a limited number of segments.
         """
         return self._queue.register(address, length)
 

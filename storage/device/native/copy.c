@@ -128,16 +128,6 @@ static size_t whole_pages(size_t size)
     return size >= HUGE_PAGE ? (size + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1) : (size + 4095) & ~4095ul;
 }
 
-/* Memory on huge pages is pinned and described to the device in far fewer parts. Transparent for its owner. */
-void prefer_huge_pages(uint64_t address, uint64_t length)
-{
-    uint64_t start = (address + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1), end = (address + length) & ~(HUGE_PAGE - 1);
-    if (start >= end)
-        return;
-    madvise((void *)(uintptr_t)start, end - start, MADV_HUGEPAGE);
-    madvise((void *)(uintptr_t)start, end - start, 25 /* MADV_COLLAPSE, Linux 6.1: also where pages are in use */);
-}
-
 /* Page aligned, on huge pages where they can be had: fewer segments per I/O. NULL without memory. */
 char *stage_new(size_t size)
 {

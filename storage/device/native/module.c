@@ -206,12 +206,11 @@ static PyObject *queue_object_register(QueueObject *self, PyObject *arguments)
     bool pinned = false;
     if (!PyArg_ParseTuple(arguments, "KK", &address, &length))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    if (!self->queue->geometry.memory)
-        prefer_huge_pages(address, length);
-    if (self->queue->pin)
+    if (self->queue->pin) {
+        Py_BEGIN_ALLOW_THREADS
         pinned = self->queue->pin(self->queue, address, length);
-    Py_END_ALLOW_THREADS
+        Py_END_ALLOW_THREADS
+    }
     return PyBool_FromLong(pinned);
 }
 

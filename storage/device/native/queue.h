@@ -145,6 +145,5 @@ struct iovec op_rest(const Op *op, const struct iovec *pieces); /* what is left 
 size_t stage_size(uint64_t least);
 char *stage_new(size_t size);
 void stage_free(char *stage, size_t size);
-void prefer_huge_pages(uint64_t address, uint64_t length);
 
 #endif
