@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forebay.storage.errors import ForebayError
+
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+HUGE_PAGE = 2 << 20
 
 
 class FioError(ForebayError):
@@ -40,19 +45,46 @@ def fio_version() -> str:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
+@contextlib.contextmanager
+def reserved_huge_pages(size: int) -> Iterator[bool]:
+    """Set `size` bytes of huge pages aside for as long as the context lasts; yields whether that could be done."""
+    try:
+        former = int(NR_HUGEPAGES.read_text())
+        free = _free_huge_pages()
+        NR_HUGEPAGES.write_text(str(former + -(-size // HUGE_PAGE)))
+    except OSError:  # not root, or no huge pages in this kernel
+        yield False
+        return
+    try:
+        yield (_free_huge_pages() - free) * HUGE_PAGE >= size
+    finally:
+        NR_HUGEPAGES.write_text(str(former))
+
+
+def _free_huge_pages() -> int:
+    return next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("HugePages_Free"))
+
+
 def fio_read(
-    path: Path, *, size: int, block: int, depth: int, offset: int = 0, fixed_buffers: bool = True, seconds: float = 0.0
+    path: Path,
+    *,
+    size: int,
+    block: int,
+    depth: int,
+    offset: int = 0,
+    fixed_buffers: bool = True,
+    huge_pages: bool = False,
 ) -> FioResult:
     """Read `size` bytes of a file or block device from front to back.
 
     Args:
         path: file or block device.
-        size: bytes to read, or with `seconds` the part to read again and again.
+        size: bytes to read.
         block: bytes per request.
         depth: requests in flight.
         offset: where to start (bytes).
         fixed_buffers: register buffers and file with the ring.
-        seconds: read for so long, after a ramp of 0.3 s that does not count (past the burst of a throttle).
+        huge_pages: buffers on huge pages, which `reserved_huge_pages` must have set aside.
 
     Raises:
         FioError: fio is missing or failed; with its own words.
@@ -72,8 +104,8 @@ def fio_read(
         "thread": 1,
         "allow_file_create": 0,
     }
-    if seconds:
-        job |= {"time_based": 1, "runtime": f"{seconds * 1e3:.0f}ms", "ramp_time": "300ms"}
+    if huge_pages:
+        job["iomem"] = "shmhuge"
     report = _run([f"--{key}={value}" for key, value in job.items()])
     return _parse(report)
 

@@ -54,8 +54,42 @@ def plot_bars(report: Mapping[str, Any], path: Path) -> None:
         )
     axes.axvline(1, color=LINE, linewidth=1)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}x")
+    axes.xaxis.set_minor_formatter("")
     axes.margins(x=0.35)
     axes.set_yticks(range(len(rows)), [bar.name for bar, _ in reversed(rows)])
     axes.set_xlabel("how much better than the bar")
     axes.set_title("forebay bench kv")
+    save(figure, path)
+
+
+def plot_hit_rates(report: Mapping[str, Any], path: Path) -> None:
+    """Hit rate over capacity, a line per policy, and what no capacity can exceed."""
+    figure = new_figure(7, 4.5)
+    axes = figure.add_subplot()
+    for policy in sorted({row["policy"] for row in report["results"]}):
+        rows = [row for row in report["results"] if row["policy"] == policy]
+        gib = [row["capacity_bytes"] / 2**30 for row in rows]
+        axes.plot(gib, [row["hit_rate_blocks"] for row in rows], marker="o", label=policy)
+    axes.axhline(report["repeated_blocks"], color=LINE, linestyle="--", linewidth=1, label="never evicting")
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"capacity (GiB) at {report['kv_bytes_per_token'] / 1024:g} KiB per token")
+    axes.set_ylabel("hit rate (blocks)")
+    axes.set_title(f"{report['trace']}, {report['requests']} requests")
+    axes.legend()
+    save(figure, path)
+
+
+def plot_replay(report: Mapping[str, Any], path: Path) -> None:
+    """Load latency percentiles, and the bytes that each device gave."""
+    figure = new_figure(9, 3.5)
+    left, right = figure.subplots(1, 2)
+    latencies = report["load_latency_seconds"]
+    left.bar(list(latencies), [seconds * 1e3 for seconds in latencies.values()], color=GOOD)
+    left.set_ylabel("load latency (ms)")
+    devices = report["loaded_bytes_by_device"]
+    right.bar(list(devices), [count / 1e9 for count in devices.values()], color=GOOD)
+    right.set_ylabel("loaded (GB)")
+    figure.suptitle(f"{report['trace']}: {report['hit_rate_blocks']:.1%} of the blocks hit")
     save(figure, path)

@@ -12,11 +12,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from forebay.cli import bench_trace
 from forebay.cli.output import OK, PROBLEM, messages, print_json, print_table
-from forebay.storage.errors import PoolError
+from forebay.storage.errors import ConfigError, PoolError
+from forebay.storage.units import parse_bytes
 
 app = typer.Typer(no_args_is_help=True, help="Measure, with the peers in the same run.")
 
+TRACE = "Replay of a trace"
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; `-` for standard output.")
 ]
@@ -51,36 +54,82 @@ def kv(
     work: Annotated[Path, typer.Option(metavar="DIR", help="A folder on the disk to measure.")] = Path(),
     json_file: JsonFile = None,
     plot: Plot = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Replay this trace instead.", rich_help_panel=TRACE)
+    ] = None,
+    no_io: Annotated[
+        bool, typer.Option("--no-io", help="Hit rates alone, for all policies.", rich_help_panel=TRACE)
+    ] = False,
+    pool: Annotated[
+        Path | None, typer.Option(metavar="POOL.yaml", help="Against this pool.", rich_help_panel=TRACE)
+    ] = None,
+    kv_bytes_per_token: Annotated[
+        str, typer.Option(metavar="SIZE", help="128KiB with --no-io (Llama-3.1-8B), else 2KiB.", rich_help_panel=TRACE)
+    ] = "",
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Several with --no-io, else 4GiB.", rich_help_panel=TRACE)
+    ] = "",
+    limit: Annotated[
+        int | None,
+        typer.Option(min=0, help="Requests; 0 for all. All with --no-io, else 1000.", rich_help_panel=TRACE),
+    ] = None,
+    speed: Annotated[
+        float, typer.Option(min=0, help="Of the trace's clock; 0 as fast as possible.", rich_help_panel=TRACE)
+    ] = 0.0,
 ) -> None:
     """The KV pool against fio, other placements, vLLM's file system tier and recomputation.
 
-    Exit code 0 when everything could be measured, whether or not it cleared its bar.
+    With `--trace`, a serving trace in Mooncake's format against a pool instead. Exit code 0 when everything could be
+    measured, whether or not it cleared its bar.
     """
+    command = shlex.join(["forebay", *sys.argv[1:]])
+    if trace is None:
+        report = _measure(work, quick, rounds, only, command)
+    else:
+        sizes = {
+            "kv_bytes_per_token": _size("--kv-bytes-per-token", kv_bytes_per_token),
+            "capacity": _size("--capacity", capacity),
+        }
+        options = {name: size for name, size in sizes.items() if size} | ({} if limit is None else {"limit": limit})
+        report = bench_trace.run(trace, None if no_io else (work, pool, speed), options) | {"command": command}
+    if str(json_file) != "-":
+        (_show if trace is None else bench_trace.show)(report)
+    if json_file:
+        write_json(report, json_file)
+    if plot:
+        _plot(report, plot)
+    raise typer.Exit(OK if report["ok"] else PROBLEM)
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return int(parse_bytes(text)) if text else 0  # type: ignore[call-overload]
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def _measure(work: Path, quick: bool, rounds: int | None, only: str, command: str) -> dict[str, Any]:
     from forebay.bench.kv.run import run
 
-    names = [name for name in only.split(",") if name]
-    command = shlex.join(["forebay", *sys.argv[1:]])
     columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=messages, transient=True) as bar:
         task = bar.add_task("starting", total=None)
-        report = run(
+        return run(
             work,
             quick=quick,
             rounds=rounds,
-            only=names,
+            only=[name for name in only.split(",") if name],
             command=command,
             say=lambda text: bar.update(task, description=text),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    if str(json_file) != "-":
-        _show(report)
-    if json_file:
-        write_json(report, json_file)
-    if plot:
-        from forebay.bench.plot import plot_bars
 
-        plot_bars(report, plot)
-    raise typer.Exit(OK if report["ok"] else PROBLEM)
+
+def _plot(report: dict[str, Any], path: Path) -> None:
+    from forebay.bench import plot
+
+    kinds = {"kv": plot.plot_bars, "kv-trace-replay": plot.plot_replay, "kv-trace-simulation": plot.plot_hit_rates}
+    kinds[report["benchmark"]](report, path)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -66,10 +66,18 @@ class Memory2D:
 
     def check(self, count: int) -> None:
         """Raise unless the first `count` rows are those that `fill` made, each in its place."""
-        for row in range(count):
+        self.expect(range(count))
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Raise unless row i is the one that `fill` made as row `numbers[i]`.
+
+        Raises:
+            BenchError: it is another.
+        """
+        for row, number in enumerate(numbers):
             found = int.from_bytes(self._map[row * self.row_bytes : row * self.row_bytes + 8], "little")
-            if found != row:
-                raise BenchError(f"row {row} came back as row {found}: the load is wrong and its time means nothing")
+            if found != number:
+                raise BenchError(f"row {number} came back as row {found}: the load is wrong and its time means nothing")
 
     def row(self, index: int) -> Memory:
         """The pieces of one row."""

@@ -1,16 +1,18 @@
 """One file device against fio on the same file: `single_device_vs_fio`.
 
 Stripes of 1 MiB, loads straight into page-aligned registered memory, without verification. fio reads the same region
-of the same file with io_uring and O_DIRECT, same block size, same depth, once with registered buffers and once without;
-the faster of its two medians is the peer.
+of the same file with io_uring and O_DIRECT, same block size, same depth: with registered buffers and without, and,
+where they can be reserved, with registered buffers on huge pages (ours are, see `storage/huge_pages.py`). The fastest
+of its medians is the peer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from forebay.bench.fio import fio_read
+from forebay.bench.fio import fio_read, reserved_huge_pages
 from forebay.bench.kv.bars import Context, Measurement, medians
 from forebay.bench.kv.session import Memory2D, Session, keys
 from forebay.bench.rig import require_space
@@ -22,6 +24,12 @@ CHUNK = 4 * MIB
 STRIPE = 1 * MIB
 DEPTH = 32
 TOTAL, QUICK_TOTAL = 2048 * MIB, 1024 * MIB
+HUGE = {"fixed_buffers": True, "huge_pages": True}
+FIO = {
+    "fio": {"fixed_buffers": False},
+    "fio, registered buffers": {"fixed_buffers": True},
+    "fio, registered buffers, huge pages": HUGE,
+}
 
 
 def measure(context: Context) -> Measurement:
@@ -35,12 +43,10 @@ def measure(context: Context) -> Measurement:
     with Session(_config(context.work, file, total), memory) as session:
         session.store(names)
         session.load(names, check=True)
-        arms: dict[str, Callable[[], float]] = {
-            "forebay": lambda: total / session.load(names).seconds,
-            "fio": lambda: _fio(file, total, fixed=False),
-            "fio, registered buffers": lambda: _fio(file, total, fixed=True),
-        }
-        found = interleave(arms, context.rounds + 2, lambda arm: context.say(f"reading: {arm}"))
+        with reserved_huge_pages((DEPTH + 4) * STRIPE) as huge:
+            arms: dict[str, Callable[[], float]] = {"forebay": lambda: total / session.load(names).seconds}
+            arms |= {name: partial(_fio, file, total, **way) for name, way in FIO.items() if huge or way != HUGE}
+            found = interleave(arms, context.rounds + 2, lambda arm: context.say(f"reading: {arm}"))
     series = {name: Series.of(values, "B/s") for name, values in found.items()}
     peer = max(series[name].median for name in arms if name != "forebay")
     details = {
@@ -59,5 +65,13 @@ def _config(work: Path, file: Path, total: int) -> PoolConfig:
     return load_config(pool, env={})
 
 
-def _fio(file: Path, total: int, *, fixed: bool) -> float:
-    return fio_read(file, size=total, offset=BLOCK, block=STRIPE, depth=DEPTH, fixed_buffers=fixed).bandwidth
+def _fio(file: Path, total: int, *, fixed_buffers: bool, huge_pages: bool = False) -> float:
+    return fio_read(
+        file,
+        size=total,
+        offset=BLOCK,
+        block=STRIPE,
+        depth=DEPTH,
+        fixed_buffers=fixed_buffers,
+        huge_pages=huge_pages,
+    ).bandwidth
