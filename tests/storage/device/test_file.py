@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import multiprocessing
 import os
 import subprocess
@@ -247,6 +248,26 @@ def test_direct_refused(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [
         f"device 'ssd0': {path} refuses O_DIRECT; using the page cache"
     ]
+
+
+@pytest.mark.parametrize("total", [4096, 65536, 512 << 10, 4 * MIB])
+def test_the_probed_alignment_is_true(tmp_path: Path, total: int) -> None:
+    """Reads that keep to it are never refused, whatever their size and number of pieces."""
+    prepare_device(config(tmp_path / "data"), UUID)
+    fd = os.open(tmp_path / "data", os.O_RDONLY | os.O_DIRECT)
+    found = direct.probe(fd)
+    assert found is not None
+    with mmap.mmap(-1, 3 * total + 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        whole = memoryview(memory)
+        for start in (found.memory, 3 * found.memory):
+            for size in (total, 4096, 16384):
+                parts = [whole[start + 2 * at : start + 2 * at + min(size, total)] for at in range(0, total, size)][
+                    :1024
+                ]
+                assert os.preadv(fd, parts, found.offset) == sum(map(len, parts))
+                del parts
+        whole.release()
+    os.close(fd)
 
 
 # ---- io_uring refused ----
