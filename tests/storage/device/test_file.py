@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -317,6 +318,44 @@ def test_threads_where_io_uring_is_refused(tmp_path: Path, code: int) -> None:
 def test_io_uring_refused_but_required(tmp_path: Path) -> None:
     done = refused(tmp_path, errno.EPERM, "io_uring")
     assert "DeviceError: device 'a': io_uring is refused (Operation not permitted); allow it" in done.stderr
+
+
+# ---- little memory that may be pinned ----
+
+LITTLE_MEMLOCK = """
+    import os, resource
+    import forebay.storage.device.file  # before this user may not read it any more
+    from forebay.storage.device import open_device
+    from forebay.storage.config import DeviceConfig
+    from forebay.storage.device._native import crc32c
+    from forebay.storage.device.base import Direction, Op
+    from forebay.storage.testing import Memory, run
+    config = DeviceConfig.model_validate(dict(name="a", kind="file", path="a"))
+    os.setuid(65534)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+    device = open_device(config, pool_uuid=bytes(range(16)))
+    memory = Memory(8 << 20)
+    memory[: 4 << 20] = os.urandom(4 << 20)
+    print(device.register(memory.address, 8 << 20))
+    for shift in (0, 1):
+        run(device, [Op(1, Direction.WRITE, 0, 3 << 20, [memory.piece(shift, 3 << 20)], False)])
+        done = run(device, [Op(2, Direction.READ, 0, 3 << 20, [memory.piece((4 << 20) + shift, 3 << 20)], True)])
+        assert done[2].checksum == crc32c(memory[shift : shift + (3 << 20)])
+        assert memory[(4 << 20) + shift : (7 << 20) + shift] == memory[shift : shift + (3 << 20)]
+    device.close()
+"""
+
+
+@pytest.mark.needs("root")
+def test_little_memlock_costs_speed_alone() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        prepare_device(config(folder / "a", name="a"), UUID)
+        (folder / "a").chmod(0o666)
+        script = textwrap.dedent(LITTLE_MEMLOCK)
+        done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
 
 
 # ---- block devices ----
