@@ -17,7 +17,7 @@ from forebay.storage.units import format_rate
 def calibrate(
     pool: PoolFile,
     seconds: Annotated[float, typer.Option(min=0.05, max=600, help="How long each measurement takes.")] = 1.0,
-    writes: Annotated[bool, typer.Option(help="Measure writing to all devices at once as well.")] = True,
+    writes: Annotated[bool, typer.Option(help="Measure writing as well.")] = True,
     as_json: Json = False,
 ) -> None:
     """Measure every device alone and all together, and store the profile that placement goes by.
@@ -58,7 +58,7 @@ def _show(profile: Profile, path: str) -> None:
             name,
             format_rate(device.read_bandwidth),
             format_rate(device.read_together),
-            format_rate(device.write_bandwidth),
+            format_rate(device.write_bandwidth) if device.write_bandwidth else "",
             format_rate(device.write_together) if device.write_together else "",
             f"{device.latency * 1e6:.0f} µs",
             f"{device.weight / total:.1%}",

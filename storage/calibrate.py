@@ -22,6 +22,7 @@ from forebay.storage import journal, records
 from forebay.storage.config import BLOCK, PoolConfig
 from forebay.storage.device.base import Device, Direction, Op
 from forebay.storage.errors import DeviceError, PoolError
+from forebay.storage.huge_pages import collapse
 from forebay.storage.lanes import open_lane
 from forebay.storage.namespace import Namespace
 from forebay.storage.opening import open_pool
@@ -54,7 +55,7 @@ def calibrate(
     Args:
         config: the pool, not in use by anyone else.
         seconds: per measurement.
-        writes: measure writing while all devices are busy as well (writing alone is measured in any case).
+        writes: measure writing as well.
         report: called `steps(config, writes)` times, each time before a measurement.
 
     Raises:
@@ -82,7 +83,7 @@ def calibrate(
 
 def steps(config: PoolConfig, writes: bool = True) -> int:
     """How many measurements `calibrate` makes."""
-    return 3 * len(config.devices) + 1 + writes
+    return (2 + writes) * len(config.devices) + 1 + writes
 
 
 def shared(profile: Profile) -> float:
@@ -108,9 +109,10 @@ class _Bench:
                 self.device.name, "not one slot is free to measure with", "run `forebay pool clear`, or enlarge it"
             )
         self.depth = min(self.depth, len(self.slots))
-        self.memory = mmap.mmap(-1, self.depth * self.stripe)
+        self.memory = mmap.mmap(-1, self.depth * self.stripe, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory[:] = os.urandom(self.stripe) * self.depth
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        collapse(self.base, len(self.memory))
         self.device.register(self.base, len(self.memory))
 
     def op(self, place: int, direction: Direction, slot: int, length: int) -> Op:
@@ -141,9 +143,11 @@ def _measure(benches: Sequence[_Bench], profile: Profile, seconds: float, writes
     for bench in benches:
         found = profile.devices[bench.device.name]
         found.observed = 0.0
-        report(f"{bench.device.name}: writing")
+        if writes:
+            report(f"{bench.device.name}: writing")
         _prepare(bench, seconds / 2)
-        found.write_bandwidth = _bandwidths([bench], Direction.WRITE, seconds)[0]
+        if writes:
+            found.write_bandwidth = _bandwidths([bench], Direction.WRITE, seconds)[0]
         report(f"{bench.device.name}: reading")
         found.read_bandwidth = _bandwidths([bench], Direction.READ, seconds)[0]
         report(f"{bench.device.name}: latency")

@@ -85,7 +85,7 @@ def _measure_chunk(context: Context, chunk: int) -> dict[str, Any]:
         if can_sample():
             looks = interleave(
                 {name: arm.blocked for name, arm in arms.items()},
-                context.rounds,
+                max(1, context.rounds - 1),
                 lambda name: context.say(f"blocked in I/O: {name}"),
             )
     finally:
@@ -107,7 +107,7 @@ def _arms(context: Context, count: int, chunk: int) -> dict[str, _Arm]:
         pool = _pool(context.work / f"{name}, {chunk}", count * chunk, verify)
         arms[name] = _Arm(Driver(partial(forebay_tier, memory, pool), memory), names, count)
         arms[name].driver.store(names)
-    for name, (threads, keys_per_job) in (SETTINGS | AS_USED).items():
+    for name, (threads, keys_per_job) in (SETTINGS | ({} if context.quick else AS_USED)).items():
         driver = Driver(partial(fs_tier, small, context.work / "fs", threads), small)
         arms[name] = _Arm(driver, names, keys_per_job or count)
     arms[HUGE] = _Arm(Driver(partial(fs_tier, huge, context.work / "fs", 8), huge), names, 1)

@@ -23,7 +23,7 @@ MIB = 1 << 20
 CHUNK = 4 * MIB
 STRIPE = 1 * MIB
 DEPTH = 32
-TOTAL, QUICK_TOTAL = 2048 * MIB, 1024 * MIB
+TOTAL, QUICK_TOTAL = 2048 * MIB, 768 * MIB
 HUGE = {"fixed_buffers": True, "huge_pages": True}
 FIO = {
     "fio": {"fixed_buffers": False},
@@ -46,7 +46,7 @@ def measure(context: Context) -> Measurement:
         with reserved_huge_pages((DEPTH + 4) * STRIPE) as huge:
             arms: dict[str, Callable[[], float]] = {"forebay": lambda: total / session.load(names).seconds}
             arms |= {name: partial(_fio, file, total, **way) for name, way in FIO.items() if huge or way != HUGE}
-            found = interleave(arms, context.rounds + 2, lambda arm: context.say(f"reading: {arm}"))
+            found = interleave(arms, context.rounds, lambda arm: context.say(f"reading: {arm}"))
     series = {name: Series.of(values, "B/s") for name, values in found.items()}
     peer = max(series[name].median for name in arms if name != "forebay")
     details = {
