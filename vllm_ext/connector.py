@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.forward_context import ForwardContext
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
@@ -31,6 +32,10 @@ from forebay.vllm_ext.spec import WEIGHTS_KEY, ForebaySpec
 from forebay.vllm_ext.worker import ForebayWorker
 
 logger = logging.getLogger(__name__)
+
+IDLE_REST = 0.001
+"""Seconds that a step without a forward pass leaves the CPU to the I/O threads while loads are on their way (our
+choice: vLLM would step thousands of times meanwhile, on the cores that copy and verify)."""
 
 
 class ForebayConnector(OffloadingConnector):
@@ -59,6 +64,13 @@ class ForebayConnector(OffloadingConnector):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No: nothing is loaded or saved layer by layer inside the forward pass."""
         return False
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Start this step's loads; without a forward pass the step has nothing to do but wait for them."""
+        worker = self.connector_worker
+        assert isinstance(worker, ForebayConnectorWorker)
+        worker.idle_step = forward_context.attn_metadata is None
+        super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Finished loads, and those of them that failed and cannot be told block by block."""
@@ -146,10 +158,13 @@ class ForebayConnectorWorker(OffloadingConnectorWorker):
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._told: list[DeviceHealth] = []
+        self.idle_step = False
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, whether or not they succeeded."""
         received: set[str] = set()
+        if self.idle_step and self._load_jobs:
+            self._pool_worker.rest(IDLE_REST)
         for result in self._pool_worker.take_results():
             request = self._load_jobs.pop(result.transfer, None)
             if request is not None:

@@ -106,6 +106,11 @@ class StagedWorker(ForebayWorker):
         ended, self._ended = self._ended, []
         return ended
 
+    def rest(self, seconds: float) -> None:
+        """Sleep, unless a transfer ends before: the next step of its chunk is then due."""
+        if self._at_devices:
+            self._pump(self.engine.wait(list(self._at_devices)[:1], timeout=seconds))
+
     def wait(self, job_ids: Iterable[int]) -> None:
         """Let go of the blocks of these jobs: stores not yet in a buffer are dropped, copies and loads are awaited."""
         jobs = [self._jobs[job] for job in job_ids if job in self._jobs]

@@ -82,6 +82,10 @@ class ForebayWorker(OffloadingWorker):
         self._results = []
         return results
 
+    def rest(self, seconds: float) -> None:
+        """Sleep, unless every transfer ends before."""
+        self._results += self.engine.wait(timeout=seconds)
+
     def failed_blocks(self, result: TransferResult) -> set[int]:
         """The blocks that a finished load did not fill; forgets the load."""
         blocks = self._blocks.pop(result.transfer, {})
