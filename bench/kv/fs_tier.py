@@ -1,12 +1,15 @@
 """What a byte costs, against vLLM's own file system tier: `cpu_per_gb_vs_fs_tier`, `blocked_vs_fs_tier`.
 
-Same disk, same chunks (1 and 3 MiB), same calls, and primary memory as vLLM makes it for such tiers: shared between
-processes, on small pages. The peer runs with O_DIRECT and its C extension where it has them, in several settings of
-threads and of chunks per job. Its figure is the best, for each ratio, of the settings whose bandwidth is within 5% of
-its highest. Ours is `ForebayTier` with stripes of 1 MiB and without verification, which the peer has not.
+Same disk, same chunks (1 and 3 MiB), same calls through vLLM's interface for such tiers. The peer runs with O_DIRECT
+and its C extension where it has them, in several settings of threads and of chunks per job; its figure is the best,
+for each ratio, of the settings whose bandwidth is within 5% of its highest. Ours is `ForebayTier` with one stripe per
+chunk, as the peer has one file per chunk, and without verification, which the peer has not.
 
-Beside it, in the details: ours with verification; both on memory that can be on huge pages, as the KV tensors are into
-which the connector reads; and the peer as vLLM uses it (the chunks of one request are one job, read by one thread).
+Each reads into memory as it gets it in vLLM. The peer's is shared between processes and on small pages; ours is
+private, like the KV tensors that the connector reads into, and the transfer engine moves it onto huge pages when it
+registers it. What comes from that shows in the details: `..._ratio_small_pages` has both on the peer's kind of memory,
+`..._ratio_huge_pages` both on huge pages. So do ours with verification, and the peer as vLLM uses it, where the chunks
+of one request are one job and one thread reads them one after the other.
 """
 
 from __future__ import annotations
@@ -31,12 +34,11 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 CHUNKS = (1 * MIB, 3 * MIB)
 TOTAL, QUICK_TOTAL = 768 * MIB, 192 * MIB
-STRIPE = 1 * MIB
 SETTINGS = {"4 threads": (4, 1), "8 threads": (8, 1), "16 threads": (16, 1), "8 threads, jobs of 4": (8, 4)}
 AS_USED = {"32 threads, one job": (32, 0)}
 """vLLM's default of 16 + 16 threads, all chunks of a request in one job."""
-HUGE = "8 threads, huge pages"
-OURS, VERIFIED, OURS_HUGE = "forebay", "forebay, verified", "forebay, huge pages"
+PEER_HUGE = "8 threads, huge pages"
+OURS, VERIFIED, OURS_SMALL = "forebay", "forebay, verified", "forebay, small pages"
 NEAR_BEST = 0.95
 
 
@@ -103,25 +105,29 @@ def _arms(context: Context, count: int, chunk: int) -> dict[str, _Arm]:
     small, huge = Memory2D(count, chunk, shared=True), Memory2D(count, chunk)
     names = offload_keys(f"tier/{chunk}", count)
     arms: dict[str, _Arm] = {}
-    for name, memory, verify in ((OURS, small, False), (VERIFIED, small, True), (OURS_HUGE, huge, False)):
-        pool = _pool(context.work / f"{name}, {chunk}", count * chunk, verify)
+    for name, memory, verify in ((OURS, huge, False), (VERIFIED, huge, True), (OURS_SMALL, small, False)):
+        pool = _pool(context.work / f"{name}, {chunk}", count, chunk, verify)
         arms[name] = _Arm(Driver(partial(forebay_tier, memory, pool), memory), names, count)
         arms[name].driver.store(names)
     for name, (threads, keys_per_job) in (SETTINGS | ({} if context.quick else AS_USED)).items():
         driver = Driver(partial(fs_tier, small, context.work / "fs", threads), small)
         arms[name] = _Arm(driver, names, keys_per_job or count)
-    arms[HUGE] = _Arm(Driver(partial(fs_tier, huge, context.work / "fs", 8), huge), names, 1)
-    arms[HUGE].driver.store(names)
+    arms[PEER_HUGE] = _Arm(Driver(partial(fs_tier, huge, context.work / "fs", 8), huge), names, 1)
+    arms[PEER_HUGE].driver.store(names)
     for arm in arms.values():
         arm.driver.load(names, arm.keys_per_job, check=True)
     return arms
 
 
-def _pool(folder: Path, total: int, verify: bool) -> dict[str, Any]:
+def _pool(folder: Path, count: int, chunk: int, verify: bool) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    size = total * 17 // 16 // STRIPE * STRIPE + 16 * STRIPE
-    device = {"name": "disk", "kind": "file", "path": str(folder / "disk.kv"), "size": size}
-    return {"path": str(folder), "stripe": STRIPE, "verify": verify, "devices": [device]}
+    device = {
+        "name": "disk",
+        "kind": "file",
+        "path": str(folder / "disk.kv"),
+        "size": (count + count // 16 + 2) * chunk,
+    }
+    return {"path": str(folder), "stripe": chunk, "verify": verify, "devices": [device]}
 
 
 def _row(costs: list[Cost], looks: list[float], gigabytes: float) -> dict[str, Series]:
@@ -140,7 +146,9 @@ def _compare(rows: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:
     result: dict[str, Any] = {"near_best": near}
     for what in ("cpu", "blocked"):
         if what in rows[OURS]:
-            result[f"{what}_ratio"] = rows[OURS][what].median / min(rows[name][what].median for name in near)
-            result[f"{what}_ratio_huge_pages"] = rows[OURS_HUGE][what].median / rows[HUGE][what].median
+            peer = min(rows[name][what].median for name in near)
+            result[f"{what}_ratio"] = rows[OURS][what].median / peer
+            result[f"{what}_ratio_small_pages"] = rows[OURS_SMALL][what].median / peer
+            result[f"{what}_ratio_huge_pages"] = rows[OURS][what].median / rows[PEER_HUGE][what].median
     result["settings"] = {name: medians(row) for name, row in rows.items()}
     return result

@@ -29,9 +29,6 @@ from forebay.bench.blocked import BlockedSampler, threads
 from forebay.bench.kv.session import BenchError, Memory2D, keys
 from forebay.vllm_ext.tier import ForebayTier
 
-STEP_SECONDS = 0.005
-"""A short step of an engine."""
-
 
 class _Spec(OffloadingSpec):
     """What a tier reads of the engine."""
@@ -115,18 +112,16 @@ class Driver:
         return sampler.seconds
 
     def _run(self, submit: Callable[[TransferJob], None], names: Sequence[OffloadKey], keys_per_job: int) -> None:
-        """Submit jobs and look for their ends from time to time, as vLLM's scheduler does once a step."""
+        """Submit jobs and wait for their ends, in the tier's own way."""
         starts = range(0, len(names), keys_per_job)
         for start in starts:
             part = names[start : start + keys_per_job]
             self._job += 1
             rows = np.arange(start, start + len(part))
             submit(TransferJob(self._job, part, rows, is_promotion=True, req_context=self._context))
-        ended: list[JobResult] = []
-        while len(ended) < len(starts):
-            time.sleep(STEP_SECONDS)
-            ended += self.tier.get_finished_jobs()
-        if not all(result.success for result in ended):
+        self.tier.drain_jobs()
+        ended: list[JobResult] = list(self.tier.get_finished_jobs())
+        if len(ended) != len(starts) or not all(result.success for result in ended):
             raise BenchError(f"tier {self.tier.tier_type!r} failed a job; its time means nothing")
 
 
