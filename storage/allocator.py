@@ -117,9 +117,8 @@ class Allocator:
         eligible = frozenset(self._placement.eligible(key, self.weights))
         if self._persistent:
             resident = eligible & self._volatile
-            if resident:
-                expected = self._share(count, resident, eligible)
-                self._relieve(resident, expected, lambda: self._demote(resident, protected))
+            expected = min(count, self._class(resident).capacity)
+            self._relieve(resident, expected, lambda: self._demote(resident, protected))
             self._relieve(self._persistent, count, lambda: self._evict(self._persistent, protected))
             eligible_persistent = eligible & self._persistent
             if eligible_persistent != self._persistent:  # a placement that leaves no choice, such as `hash`
@@ -134,12 +133,6 @@ class Allocator:
         if found is None:
             found = self._classes[devices] = _Class(devices, self._spaces, self._watermarks)
         return found
-
-    def _share(self, count: int, devices: frozenset[int], eligible: frozenset[int]) -> int:
-        """Of `count` stripes, how many to expect on `devices`."""
-        weights = self.weights
-        part = sum([weights[device] for device in devices])
-        return min(count, ceil(count * part / sum([weights[device] for device in eligible])))
 
     def _relieve(self, devices: frozenset[int], count: int, step: Callable[[], bool]) -> None:
         """If `count` more slots would pass the high watermark: `step` until they fit below the low one."""
@@ -192,16 +185,14 @@ class Allocator:
 
     def _take(self, devices: Sequence[int], copies: Sequence[int]) -> Places:
         """Slots on the chosen devices; all that one holds of the chunk, copies included, is a run if possible."""
-        wanted: dict[int, list[int]] = {}
-        for stripe, device in enumerate(devices):
-            wanted.setdefault(device, []).append(2 * stripe)
-        for stripe, device in enumerate(copies):
-            if device != NOWHERE:
-                wanted.setdefault(device, []).append(2 * stripe + 1)
-        both = [NOWHERE] * (2 * len(devices))
-        for device, positions in wanted.items():
+        wanted = [NOWHERE] * (2 * len(devices))
+        wanted[::2] = devices
+        if copies:
+            wanted[1::2] = copies
+        places = [NOWHERE] * len(wanted)
+        for device in {*devices, *copies} - {NOWHERE}:
+            positions = [position for position, chosen in enumerate(wanted) if chosen == device]
             base = device << 32
-            slots = self._spaces[device].allocate(len(positions))
-            for position, slot in zip(sorted(positions), slots, strict=True):
-                both[position] = base | slot
-        return Places(both[::2], both[1::2] if copies else [])
+            for position, slot in zip(positions, self._spaces[device].allocate(len(positions)), strict=True):
+                places[position] = base | slot
+        return Places(places[::2], places[1::2] if copies else [])

@@ -40,7 +40,16 @@ class Entry:
 
     __slots__ = ("checksums", "copies", "extents", "generation", "name", "ready", "recorded", "spans", "verified")
 
-    def __init__(self, name: bytes, generation: int, spans: tuple[Span, ...], extents: bytes, copies: bytes) -> None:
+    def __init__(
+        self,
+        name: bytes,
+        generation: int,
+        spans: tuple[Span, ...],
+        extents: bytes,
+        copies: bytes,
+        checksums: bytes = b"",
+        recovered: bool = False,
+    ) -> None:
         self.name = name
         self.generation = generation
         self.spans = spans
@@ -48,12 +57,12 @@ class Entry:
         """Packed place of every stripe."""
         self.copies = copies
         """Packed second place of every stripe, `NOWHERE` for those that need none; empty when there are none at all."""
-        self.checksums = b""
+        self.checksums = checksums
         """CRC-32C of every stripe, lane after lane, 4 bytes each; empty until ready."""
-        self.ready = False
-        self.verified = True
+        self.ready = recovered
+        self.verified = not recovered
         """False when the bytes may not be what was stored, until a load has checked them."""
-        self.recorded = False
+        self.recorded = recovered
         """Whether the journal knows of it."""
 
 
@@ -113,9 +122,9 @@ class Index:
 
     def recover(self, entries: Sequence[Entry]) -> None:
         """Add ready chunks, coldest first, whose slots are taken already."""
-        for entry in entries:
-            self._entries[entry.name] = entry
-        self._order.insert([entry.name for entry in reversed(entries)])
+        names = [entry.name for entry in entries]
+        self._entries.update(zip(names, entries, strict=True))
+        self._order.insert(names[::-1])
 
     def rank(self, entries: Sequence[Entry]) -> None:
         """Give chunks that were started, in prefix order, their place in the order of eviction."""

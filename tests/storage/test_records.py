@@ -63,7 +63,7 @@ def test_a_chunk_survives_the_round_trip(generation, name, lengths, lanes, copie
 
 def test_what_is_dropped_is_gone():
     puts = [records.put_record(entry(n)) for n in range(1, 5)]
-    data = journal(*puts, records.drop_record(1), records.drop_record(3), records.drop_record(99))
+    data = journal(*puts, records.drop_record([1, 3]), records.drop_record([99]))
     assert keys(data) == [SPACE + b"key2", SPACE + b"key4"]
     assert records.replay(data, "j").last_generation == 4
 
@@ -87,7 +87,7 @@ def test_compaction_keeps_what_counts():
     data = journal(
         records.namespace_record(SPACE, "{}"),
         *(records.put_record(entry(n)) for n in range(1, 9)),
-        *(records.drop_record(n) for n in (2, 4, 6)),
+        records.drop_record([2, 4, 6]),
         records.reset_record(OTHER),
     )
     compact = b"".join(records.whole_file(records.live_records(data, records.replay(data, "j"))))
@@ -106,7 +106,7 @@ def test_every_cut_leaves_the_complete_records():
     parts = [
         records.put_record(entry(1)),
         records.put_record(entry(2)),
-        records.drop_record(1),
+        records.drop_record([1]),
         records.put_record(entry(3)),
     ]
     data, start = journal(*parts), len(journal())
