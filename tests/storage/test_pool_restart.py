@@ -276,9 +276,9 @@ class TestDamage:
     @pytest.fixture
     def recorded(self, memory_pools):
         """A pool, its journal, and what was true after each of its records."""
-        pool = memory_pools.open(memory_pools.config(ssds=[6], watermarks={"high": 1.0, "low": 1.0}))
+        pool = memory_pools.open(memory_pools.config(ssds=[4], watermarks={"high": 1.0, "low": 1.0}))
         history = [(pool._journal.size, set())]
-        for number in range(9):
+        for number in range(5):
             store(pool, [b"key%d" % number], stripes=2)
             history.append((pool._journal.size, {entry.name[16:] for entry in pool._index}))
         pool.close()
