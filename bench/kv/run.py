@@ -64,7 +64,7 @@ def run(
     """
     wanted = select(only)
     ratios: dict[str, float | None] = {bar.name: None for bar in BARS}
-    report: dict[str, Any] = {"benchmark": "kv", "ratios": ratios, "details": {}, "errors": {}}
+    report: dict[str, Any] = {"benchmark": "kv", "ratios": ratios, "details": {}, "errors": {}, "part_seconds": {}}
     started = time.monotonic()
     with terminated_as_exit(), _folder(work) as folder:
         report["machine"] = describe_machine(folder)
@@ -72,12 +72,14 @@ def run(
         for number, part in enumerate(parts):
             progress(number, len(parts))
             context = _context(part, folder, quick, rounds, wanted, say)
+            before = time.monotonic()
             try:
                 found = _measure(part, context)
             except (ForebayError, OSError, ImportError) as error:
                 report["errors"][part.name] = " ".join(str(error).split())
-                say(f"{part.name}: {error}")
                 continue
+            finally:
+                report["part_seconds"][part.name] = time.monotonic() - before
             ratios.update({name: value for name, value in found.ratios.items() if name in wanted})
             report["details"][part.name] = found.details
     report |= {"command": command, "commit": source_commit(), "quick": quick, "seconds": time.monotonic() - started}

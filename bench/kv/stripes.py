@@ -4,8 +4,8 @@ The devices are loop devices that the kernel throttles to about 4:2:1. Placement
 made in the same run, not by the configured limits. The same chunks are stored three times on the same devices, once
 with each placement, and loaded from there.
 
-The kernel hands out reads in slices of 0.1 s, a whole slice's bytes at its beginning, so a load of 0.75 s is seen as
-one of 0.7 s. The same holds for fio if it starts on an idle device and reads as many bytes from it as the load did:
+The kernel hands out reads in slices of 0.1 s, a whole slice's bytes at its beginning, so a load of 0.65 s is seen as
+one of 0.6 s. The same holds for fio if it starts on an idle device and reads as many bytes from it as the load did:
 that is what "alone" means here, and a pause precedes every measurement. The lengths of the loads are such that their
 ideal falls into the middle of a slice: at its edge a hair's breadth of imbalance would count as a whole slice.
 """
@@ -37,7 +37,7 @@ DEPTH = 32
 CHUNK = 3 * MIB
 RATES = (160e6, 80e6, 40e6)
 """Limits of the devices (bytes/s) where the disk is fast enough."""
-SECONDS, QUICK_SECONDS = 1.95, 0.75
+SECONDS, QUICK_SECONDS = 1.95, 0.65
 """Ideal length of a load of all chunks."""
 LONG_RATES = (89e6, 44.5e6, 22.25e6)
 SECONDS_PER_LONG_CHUNK = 0.08125
@@ -145,7 +145,8 @@ def _prefixes(context: Context, rig: Rig, config: PoolConfig, plan: Plan, found:
         session.load(names, check=True)
         rig.set_rates(plan.long_rates)
         arms = {str(length): partial(_load, session, names[:length]) for length in plan.prefixes}
-        seconds = interleave(arms, context.rounds, lambda arm: context.say(f"loading a prefix of {arm} chunks"))
+        rounds = max(1, context.rounds - 1)
+        seconds = interleave(arms, rounds, lambda arm: context.say(f"loading a prefix of {arm} chunks"))
         shares = {length: session.bytes_by_device(names[:length]) for length in plan.prefixes}
     rows: dict[str, Any] = {}
     for length in plan.prefixes:
