@@ -43,13 +43,17 @@ class DeviceMonitor:
         self._probe_memory = mmap.mmap(-1, PROBE_BYTES)
         self._seen = (0, 0)
 
+    @property
+    def suspect(self) -> bool:
+        """Whether failures are being counted, so that successes matter."""
+        return any(self._errors)
+
     def accepts(self, direction: Direction) -> bool:
         """Whether operations in this direction are let through."""
         return self._until[direction] is None and self._until[Direction.READ] is None
 
     def record(self, completion: Completion, direction: Direction) -> None:
         """Learn from a completion. Cancelled operations say nothing: lateness is counted by `late`."""
-        self.last_progress = time.monotonic()
         if completion.result >= 0:
             self._errors[direction] = 0
         elif completion.result != -errno.ECANCELED:
@@ -59,10 +63,10 @@ class DeviceMonitor:
         """`count` operations missed their deadline: the device is hung, in both directions."""
         self._failed(Direction.READ, count, f"no answer within {self._policy.deadline:g} s")
 
-    def owns(self, completion: Completion) -> bool:
-        """Whether the completion is that of a probe; if so, act on it."""
+    def end_probe(self, completion: Completion) -> None:
+        """Act on the completion of a probe; others are none of ours."""
         if completion.tag != PROBE_TAG:
-            return False
+            return
         self._probing = False
         if completion.result == PROBE_BYTES:
             logger.warning("device %r answers again and is used again", self.name)
@@ -71,7 +75,6 @@ class DeviceMonitor:
             self.reason = ""
         else:
             self._until[Direction.READ] = time.monotonic() + self._policy.probation
-        return True
 
     def tend(self) -> None:
         """End quarantines that have lasted long enough."""

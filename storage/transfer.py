@@ -10,9 +10,9 @@ import logging
 import os
 import select
 import time
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from forebay.storage.config import PoolConfig
 from forebay.storage.device.base import Completion, Device, Direction, Op
@@ -22,28 +22,31 @@ from forebay.storage.plan import DeviceHealth, Extent, LoadPlan, Memory, Span, S
 
 logger = logging.getLogger(__name__)
 
+MERGED = 1 << 20
+"""Longest operation that is made of stripes next to each other (our choice: longer ones gain nothing on NVMe)."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Transfer:
     """A load or store on its way."""
 
     result: TransferResult
-    is_load: bool
+    direction: Direction
     started: float
-    outstanding: dict[int, set[int]] = field(default_factory=dict)
-    """Tags not yet completed, by device."""
-    pending_checksums: dict[bytes, list[int]] = field(default_factory=dict)
+    outstanding: dict[int, int] = field(default_factory=dict)
+    """Operations not yet completed, by device."""
+    checksums: dict[bytes, list[int]] = field(default_factory=dict)
+    """Stores: of the stripes written so far, by key."""
 
 
-@dataclass(slots=True)
-class _Stripe:
+class _Stripe(NamedTuple):
     """What a tag stands for."""
 
-    transfer: _Transfer
+    job: _Transfer
     key: bytes
-    index: int
+    number: int
     """Stripe of the chunk."""
-    length: int
+    device: int
     expected: int | None
     """CRC-32C that a load must find; None when it is not verified."""
 
@@ -99,37 +102,32 @@ class TransferEngine:
 
         `failed` names keys that the caller already knows to have failed; they are part of the result.
         """
-        job = self._open(transfer, failed, is_load=True)
-        batches: defaultdict[int, list[Op]] = defaultdict(list)
+        job = self._open(transfer, failed, Direction.READ)
+        batches = _Batches(self, job)
         for plan, memory in chunks:
-            expected = plan.checksums[self.lane] if plan.verify else (None,) * len(plan.spans)
-            pieces = slice_memory(memory, plan.spans)
-            for index, (extent, span) in enumerate(zip(plan.extents, plan.spans, strict=True)):
-                stripe = _Stripe(job, plan.key, index, span.length, expected[index])
-                self._add(batches, stripe, Direction.READ, extent, pieces[index])
+            checksums = plan.checksums[self.lane] if plan.verify else None
+            batches.add(plan.key, plan.spans, plan.extents, slice_memory(memory, plan.spans), checksums)
         self._launch(job, batches)
 
     def submit_store(
         self, transfer: int, chunks: Iterable[tuple[StorePlan, Memory]], failed: Mapping[bytes, str] | None = None
     ) -> None:
         """Write chunks from memory, below loads in priority; the result carries their checksums."""
-        job = self._open(transfer, failed, is_load=False)
-        batches: defaultdict[int, list[Op]] = defaultdict(list)
+        job = self._open(transfer, failed, Direction.WRITE)
+        batches = _Batches(self, job)
         for plan, memory in chunks:
-            job.pending_checksums[plan.key] = [0] * len(plan.spans)
+            job.checksums[plan.key] = [0] * len(plan.spans)
             pieces = slice_memory(memory, plan.spans)
-            for index, (extent, copy) in enumerate(zip(plan.extents, plan.copies, strict=True)):
-                for target in (extent, copy):
-                    if target is not None:
-                        stripe = _Stripe(job, plan.key, index, plan.spans[index].length, None)
-                        self._add(batches, stripe, Direction.WRITE, target, pieces[index])
+            batches.add(plan.key, plan.spans, plan.extents, pieces)
+            if any(plan.copies):
+                batches.add(plan.key, plan.spans, plan.copies, pieces)
         self._launch(job, batches)
 
     def poll(self) -> list[TransferResult]:
         """Results that are complete since the last call. Never blocks; also enforces deadlines."""
         for index, device in enumerate(self.devices):
-            for completion in device.poll():
-                self._complete(index, completion)
+            if completions := device.poll():
+                self._collect(index, completions)
         self._enforce_deadlines()
         for monitor in self._monitors:
             monitor.tend()
@@ -152,8 +150,8 @@ class TransferEngine:
         """Give up on what has not started of these transfers; they end soon, with failed keys."""
         for transfer in transfers:
             if job := self._transfers.get(transfer):
-                for index, tags in job.outstanding.items():
-                    self.devices[index].cancel(tuple(tags))
+                for index in job.outstanding:
+                    self.devices[index].cancel(self._tags(job, index))
 
     def pending(self, transfers: Collection[int] | None = None) -> bool:
         """Whether any of these transfers (any at all, when None) is still out."""
@@ -177,64 +175,57 @@ class TransferEngine:
         self._transfers.clear()
         self._stripes.clear()
 
-    def _open(self, transfer: int, failed: Mapping[bytes, str] | None, *, is_load: bool) -> _Transfer:
-        job = _Transfer(TransferResult(transfer, dict(failed or {})), is_load, time.monotonic())
+    def _open(self, transfer: int, failed: Mapping[bytes, str] | None, direction: Direction) -> _Transfer:
+        job = _Transfer(TransferResult(transfer, dict(failed or {})), direction, time.monotonic())
         self._transfers[transfer] = job
         return job
 
-    def _add(
-        self, batches: dict[int, list[Op]], stripe: _Stripe, direction: Direction, extent: Extent, memory: Memory
-    ) -> None:
-        monitor = self._monitors[extent.device]
-        if not monitor.accepts(direction):
-            stripe.transfer.result.failed.setdefault(stripe.key, monitor.reason)
-            return
-        tag, self._next_tag = self._next_tag, self._next_tag + 1
-        self._stripes[tag] = stripe
-        stripe.transfer.outstanding.setdefault(extent.device, set()).add(tag)
-        offset = self._base[extent.device] + extent.slot * self.config.stripe
-        checksum = direction is Direction.WRITE or stripe.expected is not None
-        batches[extent.device].append(Op(tag, direction, offset, stripe.length, memory, checksum))
-
-    def _launch(self, job: _Transfer, batches: dict[int, list[Op]]) -> None:
-        for index, ops in batches.items():
+    def _launch(self, job: _Transfer, batches: _Batches) -> None:
+        for index, ops in batches.ops.items():
+            job.outstanding[index] = len(ops)
             self.devices[index].submit(ops)
         if not job.outstanding:
             self._finish(job)
 
-    def _complete(self, index: int, completion: Completion) -> None:
+    def _collect(self, index: int, completions: list[Completion]) -> None:
+        """Book what one device has finished."""
         monitor = self._monitors[index]
-        if monitor.owns(completion):
-            return
-        stripe = self._stripes.pop(completion.tag, None)
-        if stripe is None:
-            return
-        job = stripe.transfer
-        monitor.record(completion, Direction.READ if job.is_load else Direction.WRITE)
-        self._judge(stripe, completion, monitor)
-        job.result.device_seconds[monitor.name] = time.monotonic() - job.started
-        tags = job.outstanding[index]
-        tags.discard(completion.tag)
-        if not tags:
-            del job.outstanding[index]
-            if not job.outstanding:
-                self._finish(job)
+        monitor.last_progress = now = time.monotonic()
+        for completion in completions:
+            stripe = self._stripes.pop(completion.tag, None)
+            if stripe is None:
+                monitor.end_probe(completion)
+                continue
+            job = stripe.job
+            if completion.result < 0 or monitor.suspect:
+                monitor.record(completion, job.direction)
+            self._judge(stripe, completion, monitor.name)
+            job.outstanding[index] -= 1
+            if not job.outstanding[index]:
+                del job.outstanding[index]
+                job.result.device_seconds[monitor.name] = now - job.started
+                if not job.outstanding:
+                    self._finish(job)
 
-    def _judge(self, stripe: _Stripe, completion: Completion, monitor: DeviceMonitor) -> None:
-        result = stripe.transfer.result
+    def _judge(self, stripe: _Stripe, completion: Completion, device: str) -> None:
+        result = stripe.job.result
         if completion.result < 0:
-            result.failed.setdefault(stripe.key, f"{monitor.name}: {os.strerror(-completion.result)}")
+            result.failed.setdefault(stripe.key, f"{device}: {os.strerror(-completion.result)}")
         elif stripe.expected is not None and completion.checksum != stripe.expected:
-            result.failed.setdefault(stripe.key, f"{monitor.name}: checksum of stripe {stripe.index} does not match")
+            result.failed.setdefault(stripe.key, f"{device}: checksum of stripe {stripe.number} does not match")
         else:
             result.bytes += completion.result
-            result.device_bytes[monitor.name] = result.device_bytes.get(monitor.name, 0) + completion.result
-            if not stripe.transfer.is_load:
-                stripe.transfer.pending_checksums[stripe.key][stripe.index] = completion.checksum
+            result.device_bytes[device] = result.device_bytes.get(device, 0) + completion.result
+            if stripe.job.direction is Direction.WRITE:
+                stripe.job.checksums[stripe.key][stripe.number] = completion.checksum
+
+    def _tags(self, job: _Transfer, device: int) -> list[int]:
+        """What is still out of a transfer on one device."""
+        return [tag for tag, stripe in self._stripes.items() if stripe.job is job and stripe.device == device]
 
     def _finish(self, job: _Transfer) -> None:
         job.result.seconds = time.monotonic() - job.started
-        for key, checksums in job.pending_checksums.items():
+        for key, checksums in job.checksums.items():
             if key not in job.result.failed:
                 job.result.checksums[key] = tuple(checksums)
         del self._transfers[job.result.transfer]
@@ -250,14 +241,78 @@ class TransferEngine:
         for job in list(self._transfers.values()):
             if now - job.started <= limit:
                 continue
-            for index, tags in list(job.outstanding.items()):
-                if job.is_load or now - self._monitors[index].last_progress > limit:
-                    self._monitors[index].late(len(tags))
-                    for tag in tags:
-                        job.result.failed.setdefault(
-                            self._stripes[tag].key, f"{self._monitors[index].name}: no answer within {limit:g} s"
-                        )
-                    self.devices[index].cancel(tuple(tags))
+            for index in list(job.outstanding):
+                monitor = self._monitors[index]
+                if job.direction is Direction.WRITE and now - monitor.last_progress <= limit:
+                    continue
+                tags = self._tags(job, index)
+                monitor.late(len(tags))
+                for tag in tags:
+                    reason = f"{monitor.name}: no answer within {limit:g} s"
+                    job.result.failed.setdefault(self._stripes[tag].key, reason)
+                self.devices[index].cancel(tags)
+
+
+class _Batches:
+    """The operations of one transfer, by device, while they are being gathered."""
+
+    def __init__(self, engine: TransferEngine, job: _Transfer) -> None:
+        self.ops: dict[int, list[Op]] = {}
+        self._engine = engine
+        self._job = job
+        self._refused = {
+            index: monitor.reason
+            for index, monitor in enumerate(engine._monitors)
+            if not monitor.accepts(job.direction)
+        }
+
+    def add(
+        self,
+        key: bytes,
+        spans: Sequence[Span],
+        extents: Sequence[Extent | None],
+        pieces: Sequence[Memory],
+        checksums: Sequence[int] | None = None,
+    ) -> None:
+        """Add a chunk: stripe i is `spans[i]` of it, at `extents[i]`, with the memory `pieces[i]`."""
+        engine, job = self._engine, self._job
+        stripe, direction, tag = engine.config.stripe, job.direction, engine._next_tag
+        hashed = direction is Direction.WRITE or checksums is not None
+        for index, extent in enumerate(extents):
+            if extent is None:
+                continue
+            device, slot = extent
+            if device in self._refused:
+                job.result.failed.setdefault(key, self._refused[device])
+                continue
+            offset = engine._base[device] + slot * stripe
+            ops = self.ops.setdefault(device, [])
+            if not hashed and ops and self._extend(ops, key, offset, spans[index].length, pieces[index]):
+                continue
+            engine._stripes[tag] = _Stripe(job, key, index, device, checksums[index] if checksums else None)
+            ops.append(Op(tag, direction, offset, spans[index].length, pieces[index], hashed))
+            tag += 1
+        engine._next_tag = tag
+
+    def _extend(self, ops: list[Op], key: bytes, offset: int, length: int, memory: Memory) -> bool:
+        """Let the last operation bring this stripe too, if it is the next one on the device and of the same chunk.
+
+        Only where no checksum is wanted, which is one per stripe.
+        """
+        last = ops[-1]
+        adjacent = last.offset + last.length == offset and last.length + length <= MERGED
+        if not adjacent or self._engine._stripes[last.tag].key is not key:
+            return False
+        ops[-1] = last._replace(length=last.length + length, memory=_join(last.memory, memory))
+        return True
+
+
+def _join(first: Memory, second: Memory) -> Memory:
+    """Pieces in order, those that touch as one."""
+    (address, length), (begin, more) = first[-1], second[0]
+    if not address or address + length != begin:
+        return [*first, *second]
+    return [*first[:-1], (address, length + more), *second[1:]]
 
 
 def slice_memory(memory: Memory, spans: Sequence[Span]) -> list[list[tuple[int, int]]]:
@@ -265,6 +320,9 @@ def slice_memory(memory: Memory, spans: Sequence[Span]) -> list[list[tuple[int, 
 
     Address 0 (discard, zeros) stays 0 in every slice.
     """
+    if len(memory) == 1 and memory[0][0]:
+        start = memory[0][0]
+        return [[(start + span.offset, span.length)] for span in spans]
     slices: list[list[tuple[int, int]]] = []
     pieces = iter(memory)
     address, left = next(pieces, (0, 0))

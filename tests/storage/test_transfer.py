@@ -103,6 +103,27 @@ def test_round_trip(rig: Rig) -> None:
         assert target == data
 
 
+def test_stripes_next_to_each_other_are_read_at_once(rig: Rig) -> None:
+    """Without verification, and only within a chunk; the bytes are the same either way."""
+    spans = cut_spans([4 * STRIPE], STRIPE)
+    data = {key: bytearray(os.urandom(4 * STRIPE)) for key in (b"a", b"b")}
+    extents = {b"a": [10, 11, 12, 13], b"b": [14, 15, 20, 21]}
+    places = {key: tuple(Extent(1, slot) for slot in slots) for key, slots in extents.items()}
+    plans = {key: StorePlan(key, spans, places[key], (None,) * 4, 1) for key in data}
+    rig.engine.submit_store(1, [(plans[key], whole(data[key])) for key in data])
+    stored = rig.run(1)
+    targets = {key: bytearray(4 * STRIPE) for key in data}
+    for verify, operations in ((True, 8), (False, 3)):
+        before = rig.faults.stats().read_ops
+        loads = [LoadPlan(key, spans, places[key], (stored.checksums[key],), verify) for key in data]
+        rig.engine.submit_load(2, [(plan, whole(targets[plan.key])) for plan in loads])
+        result = rig.run(2)
+        assert not result.failed
+        assert result.bytes == 8 * STRIPE
+        assert targets == data
+        assert rig.faults.stats().read_ops - before == operations
+
+
 def test_copies_hold_the_same_bytes(rig: Rig) -> None:
     data = bytearray(os.urandom(CHUNK))
     plan = store_plan(b"k", 0, copies=True)
