@@ -7,37 +7,20 @@ written a moment before: reads of extents that were never written are answered w
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-import select
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle
+from collections.abc import Callable, Sequence
 
 from forebay.storage import journal, records
-from forebay.storage.config import BLOCK, PoolConfig
-from forebay.storage.device.base import Device, Direction, Op
-from forebay.storage.errors import DeviceError, PoolError
-from forebay.storage.huge_pages import collapse
+from forebay.storage.config import PoolConfig
+from forebay.storage.device.base import Direction
+from forebay.storage.errors import PoolError
 from forebay.storage.lanes import open_lane
 from forebay.storage.namespace import Namespace
 from forebay.storage.opening import open_pool
 from forebay.storage.profile import Profile
+from forebay.storage.traffic import Bench, bandwidths, latency, prepare
 
 SCRATCH_BYTES = 1 << 30
 """Most that is written to a device as something to read (bytes; our choice)."""
-LATENCY_READS = 100
-LATENCY_SECONDS = 0.2
-"""The latency is the median of so many small reads, or of as many as fit into this time."""
-RAMP_SECONDS = 0.15
-"""What arrives within this time of the first answer does not count: the ramp of a queue, the burst of a throttle
-(our choice: one and a half slices of the kernel's)."""
-STALL_SECONDS = 10.0
-"""A device that answers nothing for so long is given up."""
 SHARED_BUS = 0.8
 """Below this ratio of together to alone the devices share something (our choice)."""
 
@@ -69,7 +52,7 @@ def calibrate(
         engine = open_lane(config, 0, lanes)
         try:
             benches = [
-                _Bench(device, space.allocate(_scratch_slots(config, space.free)), config.stripe, depth.depth)
+                Bench(device, space.allocate(_scratch_slots(config, space.free)), config.stripe, depth.depth)
                 for device, space, depth in zip(engine.devices, opened.spaces, config.devices, strict=True)
             ]
             _measure(benches, opened.profile, seconds, writes, report)
@@ -92,34 +75,6 @@ def shared(profile: Profile) -> float:
     return sum(device.read_together for device in profile.devices.values()) / alone if alone else 1.0
 
 
-@dataclass(slots=True)
-class _Bench:
-    """One device, its scratch slots, and memory for what is in flight."""
-
-    device: Device
-    slots: list[int]
-    stripe: int
-    depth: int
-    memory: mmap.mmap = field(init=False)
-    base: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if not self.slots:
-            raise DeviceError(
-                self.device.name, "not one slot is free to measure with", "run `forebay pool clear`, or enlarge it"
-            )
-        self.depth = min(self.depth, len(self.slots))
-        self.memory = mmap.mmap(-1, self.depth * self.stripe, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory[:] = os.urandom(self.stripe) * self.depth
-        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        collapse(self.base, len(self.memory))
-        self.device.register(self.base, len(self.memory))
-
-    def op(self, place: int, direction: Direction, slot: int, length: int) -> Op:
-        memory = [(self.base + place * self.stripe, length)]
-        return Op(place + 1, direction, slot * self.stripe, length, memory, False)
-
-
 def _lanes(config: PoolConfig) -> int:
     """Those that the pool was last opened with: with others its chunks would be lost."""
     found = records.replay(journal.read(config.journal_path), str(config.journal_path))
@@ -139,131 +94,23 @@ def _save(profile: Profile, config: PoolConfig) -> None:
         ) from None
 
 
-def _measure(benches: Sequence[_Bench], profile: Profile, seconds: float, writes: bool, report: Report) -> None:
+def _measure(benches: Sequence[Bench], profile: Profile, seconds: float, writes: bool, report: Report) -> None:
     for bench in benches:
         found = profile.devices[bench.device.name]
         found.observed = 0.0
         if writes:
             report(f"{bench.device.name}: writing")
-        _prepare(bench, seconds / 2)
+        prepare(bench, seconds / 2)
         if writes:
-            found.write_bandwidth = _bandwidths([bench], Direction.WRITE, seconds)[0]
+            found.write_bandwidth = bandwidths([bench], Direction.WRITE, seconds)[0]
         report(f"{bench.device.name}: reading")
-        found.read_bandwidth = _bandwidths([bench], Direction.READ, seconds)[0]
+        found.read_bandwidth = bandwidths([bench], Direction.READ, seconds)[0]
         report(f"{bench.device.name}: latency")
-        found.latency = _latency(bench)
+        found.latency = latency(bench)
     report("all devices: reading")
-    for bench, bandwidth in zip(benches, _bandwidths(benches, Direction.READ, seconds), strict=True):
+    for bench, bandwidth in zip(benches, bandwidths(benches, Direction.READ, seconds), strict=True):
         profile.devices[bench.device.name].read_together = bandwidth
     if writes:
         report("all devices: writing")
-        for bench, bandwidth in zip(benches, _bandwidths(benches, Direction.WRITE, seconds), strict=True):
+        for bench, bandwidth in zip(benches, bandwidths(benches, Direction.WRITE, seconds), strict=True):
             profile.devices[bench.device.name].write_together = bandwidth
-
-
-def _prepare(bench: _Bench, seconds: float) -> None:
-    """Write slots for the first time, which costs page faults and extent conversions, and keep to those written."""
-    (load,) = _run([bench], Direction.WRITE, seconds)
-    bench.slots = bench.slots[: load.operations]
-
-
-def _bandwidths(benches: Sequence[_Bench], direction: Direction, seconds: float) -> list[float]:
-    """Bytes per second of each device while all of them are busy."""
-    return [load.bandwidth for load in _run(benches, direction, seconds)]
-
-
-def _run(benches: Sequence[_Bench], direction: Direction, seconds: float) -> list[_Load]:
-    """Keep every device busy for `seconds`, then wait for what is in flight."""
-    loads = [_Load(bench, direction, min(RAMP_SECONDS, seconds / 4)) for bench in benches]
-    started = time.monotonic()
-    for load in loads:
-        load.submit(range(load.bench.depth))
-    poller = select.poll()
-    for load in loads:
-        poller.register(load.bench.device.fileno(), select.POLLIN)
-    while any(load.outstanding for load in loads):
-        poller.poll(100)
-        now = time.monotonic()
-        for load in loads:
-            load.collect(now, more=now - started < seconds)
-    return loads
-
-
-@dataclass(slots=True)
-class _Load:
-    """The traffic of one device in one run.
-
-    Bandwidth is counted from one answer to another: from the last one of the ramp to the last one that came while the
-    queue was still kept full. So it depends neither on how a run begins nor on how it ends.
-    """
-
-    bench: _Bench
-    direction: Direction
-    ramp: float
-    started: float = field(default_factory=time.monotonic)
-    outstanding: int = 0
-    operations: int = 0
-    first: float = 0.0
-    """When the first answer came."""
-    last: float = field(default_factory=time.monotonic)
-    """When the latest answer came."""
-    window_start: float = 0.0
-    window_end: float = 0.0
-    window_bytes: int = 0
-    next_slot: Iterator[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.next_slot = cycle(self.bench.slots)
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second; over the whole run when it was too short for a window."""
-        if self.window_bytes and self.window_end > self.window_start:
-            return self.window_bytes / (self.window_end - self.window_start)
-        return self.operations * self.bench.stripe / max(self.last - self.started, 1e-9)
-
-    def submit(self, places: Sequence[int]) -> None:
-        bench = self.bench
-        bench.device.submit([bench.op(place, self.direction, next(self.next_slot), bench.stripe) for place in places])
-        self.outstanding += len(places)
-
-    def collect(self, now: float, *, more: bool) -> None:
-        done = self.bench.device.poll()
-        for completion in done:
-            if completion.result < 0:
-                raise DeviceError(self.bench.device.name, os.strerror(-completion.result), "check the device")
-        self.outstanding -= len(done)
-        if done:
-            self._count(len(done), now, more)
-            if more:
-                self.submit([completion.tag - 1 for completion in done])
-        elif self.outstanding and now - self.last > STALL_SECONDS:
-            raise DeviceError(self.bench.device.name, f"no answer within {STALL_SECONDS:g} s", "check the device")
-
-    def _count(self, count: int, now: float, full: bool) -> None:
-        self.operations += count
-        self.first = self.first or now
-        self.last = now
-        if now - self.first < self.ramp:
-            self.window_start = now
-        elif full:
-            self.window_bytes += count * self.bench.stripe
-            self.window_end = now
-
-
-def _latency(bench: _Bench) -> float:
-    """Median time of a 4 KiB read with nothing else in flight (seconds)."""
-    times: deque[float] = deque()
-    end = time.monotonic() + LATENCY_SECONDS
-    poller = select.poll()
-    poller.register(bench.device.fileno(), select.POLLIN)
-    slots = cycle(bench.slots)
-    while len(times) < LATENCY_READS and (time.monotonic() < end or not times):
-        bench.device.submit([bench.op(0, Direction.READ, next(slots), BLOCK)])
-        while not (done := bench.device.poll()):
-            if not poller.poll(STALL_SECONDS * 1000):
-                raise DeviceError(bench.device.name, f"no answer within {STALL_SECONDS:g} s", "check the device")
-        if done[0].result < 0:
-            raise DeviceError(bench.device.name, os.strerror(-done[0].result), "check the device")
-        times.append(done[0].seconds)
-    return statistics.median(times)

@@ -40,6 +40,7 @@ AS_USED = {"32 threads, one job": (32, 0)}
 PEER_HUGE = "8 threads, huge pages"
 OURS, VERIFIED, OURS_SMALL = "forebay", "forebay, verified", "forebay, small pages"
 NEAR_BEST = 0.95
+RATIOS = {"cpu_ratio": "cpu_per_gb_vs_fs_tier", "blocked_ratio": "blocked_vs_fs_tier"}
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,11 @@ def measure(context: Context) -> Measurement:
 
     found = Measurement(details={"peer": fs_tier_facts(context.work)})
     require_space(context.work, 3 * TOTAL)
-    cpu, blocked = [], []
-    for chunk in CHUNKS:
-        details = _measure_chunk(context, chunk)
-        found.details[f"chunks of {chunk // MIB} MiB"] = details
-        cpu.append(details["cpu_ratio"])
-        blocked.append(details.get("blocked_ratio", 0.0))
-    found.ratios["cpu_per_gb_vs_fs_tier"] = max(cpu)
-    if can_sample():
-        found.ratios["blocked_vs_fs_tier"] = max(blocked)
+    chunks = {chunk: _measure_chunk(context, chunk) for chunk in CHUNKS}
+    found.details |= {f"chunks of {chunk // MIB} MiB": details for chunk, details in chunks.items()}
+    for what, name in RATIOS.items():
+        if all(what in details for details in chunks.values()):
+            found.ratios[name] = max(details[what] for details in chunks.values())
     return found
 
 
@@ -144,9 +141,9 @@ def _compare(rows: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:
     best = max(rows[name]["bandwidth"].median for name in SETTINGS)
     near = [name for name in SETTINGS if rows[name]["bandwidth"].median >= NEAR_BEST * best]
     result: dict[str, Any] = {"near_best": near}
-    for what in ("cpu", "blocked"):
-        if what in rows[OURS]:
-            peer = min(rows[name][what].median for name in near)
+    for what in ("cpu", "blocked") if "blocked" in rows[OURS] else ("cpu",):
+        peer = min(rows[name][what].median for name in near)
+        if peer and rows[PEER_HUGE][what].median:  # else the load was too short to see anything
             result[f"{what}_ratio"] = rows[OURS][what].median / peer
             result[f"{what}_ratio_small_pages"] = rows[OURS_SMALL][what].median / peer
             result[f"{what}_ratio_huge_pages"] = rows[OURS][what].median / rows[PEER_HUGE][what].median
