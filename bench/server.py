@@ -96,10 +96,8 @@ class VllmServer:
         Raises:
             ServerError: it ended or did not answer in time; the message shows the end of its log.
         """
-        with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                self._command, stdout=output, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
-            )
+        self.launch()
+        assert self._process is not None
         end = time.monotonic() + START_LIMIT
         while not self._healthy():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -107,6 +105,15 @@ class VllmServer:
                 tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
                 raise ServerError(f"the server did not start; the end of {self.log}:\n{tail}")
             time.sleep(0.25)
+
+    def launch(self) -> None:
+        """Start, unless that was done, without waiting."""
+        if self._process is not None:
+            return
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command, stdout=output, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
+            )
 
     def stop(self) -> None:
         """Stop cleanly, as Ctrl-C would; kill what is left after 30 s."""

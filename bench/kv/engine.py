@@ -28,14 +28,17 @@ def measure_ttft(work: Path, *, quick: bool = False) -> dict[str, Any]:
     """
     work.mkdir(parents=True, exist_ok=True)
     model = demo_model()
-    document = long_documents(model, 1, max_tokens=4200)[0]
     pool = work / "pool.yaml"
     pool.write_text(json.dumps(_file_pool(work)))
     samples: dict[str, list[Answer]] = {"recomputed": [], "warm": [], "device_hit": []}
-    with VllmServer(model, pool, work / "server.log", arguments=["--max-model-len", "8192"]) as server:
+    server = VllmServer(model, pool, work / "server.log", arguments=["--max-model-len", "8192"])
+    server.launch()
+    try:
+        document = long_documents(model, 1, max_tokens=4200)[0]
+        server.start()
         samples["recomputed"].append(server.ask(document.prompt))
         server.wait_for_stores()
-        for round_number in range(5 if quick else 12):
+        for round_number in range(3 if quick else 12):
             server.drop_engine_cache()
             samples["warm"].append(server.ask(document.prompt))
             samples["device_hit"].append(server.ask(document.prompt))
@@ -43,6 +46,8 @@ def measure_ttft(work: Path, *, quick: bool = False) -> dict[str, Any]:
                 server.drop_engine_cache()
                 samples["recomputed"].append(server.ask(document.prompt, extra=NO_POOL))
         read = server.metrics().get("forebay:kv_device_read_bytes_total", 0.0)
+    finally:
+        server.stop()
     return _report(samples, read)
 
 
