@@ -91,10 +91,6 @@ class ForebayWorker(OffloadingWorker):
         blocks = self._blocks.pop(result.transfer, {})
         return {block for key in result.failed for block in blocks.get(key, ())}
 
-    def is_load(self, job_id: int) -> bool:
-        """Whether a job that has not been passed to `failed_blocks` is a load."""
-        return job_id in self._blocks
-
     def get_finished(self) -> list[VllmTransferResult]:
         """Required by vLLM's interface; our connector uses `take_results`, which also tells failures."""
         return [
