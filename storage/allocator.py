@@ -12,9 +12,9 @@ from math import ceil
 from typing import NamedTuple
 
 from forebay.storage.config import Watermarks
-from forebay.storage.index import NOWHERE, Entry, Index
+from forebay.storage.index import Entry, Index
 from forebay.storage.placement import Bandwidth, Placement, PlacementState
-from forebay.storage.plan import Span
+from forebay.storage.plan import NOWHERE, Span
 from forebay.storage.space import Space
 
 EVICT_BATCH = 64

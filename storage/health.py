@@ -37,16 +37,13 @@ class DeviceMonitor:
         self.reason = ""
         self.last_progress = time.monotonic()
         self._policy = policy
+        self.suspect = False
+        """Whether failures are being counted, so that successes matter."""
         self._errors = [0, 0]
         self._until: list[float | None] = [None, None]
         self._probing = False
         self._probe_memory = mmap.mmap(-1, PROBE_BYTES)
         self._seen = (0, 0)
-
-    @property
-    def suspect(self) -> bool:
-        """Whether failures are being counted, so that successes matter."""
-        return any(self._errors)
 
     def accepts(self, direction: Direction) -> bool:
         """Whether operations in this direction are let through."""
@@ -55,7 +52,7 @@ class DeviceMonitor:
     def record(self, completion: Completion, direction: Direction) -> None:
         """Learn from a completion. Cancelled operations say nothing: lateness is counted by `late`."""
         if completion.result >= 0:
-            self._errors[direction] = 0
+            self._count(direction, 0)
         elif completion.result != -errno.ECANCELED:
             self._failed(direction, 1, os.strerror(-completion.result))
 
@@ -71,7 +68,7 @@ class DeviceMonitor:
         if completion.result == PROBE_BYTES:
             logger.warning("device %r answers again and is used again", self.name)
             self._until[Direction.READ] = None
-            self._errors[Direction.READ] = 0
+            self._count(Direction.READ, 0)
             self.reason = ""
         else:
             self._until[Direction.READ] = time.monotonic() + self._policy.probation
@@ -87,7 +84,7 @@ class DeviceMonitor:
                 self._probe()
             else:
                 self._until[direction] = None
-                self._errors[direction] = self._policy.errors - 1
+                self._count(direction, self._policy.errors - 1)
 
     def report(self) -> DeviceHealth:
         """State and the read bandwidth observed since the last report that had one."""
@@ -99,8 +96,12 @@ class DeviceMonitor:
             read_bandwidth=self._bandwidth(),
         )
 
+    def _count(self, direction: Direction, errors: int) -> None:
+        self._errors[direction] = errors
+        self.suspect = any(self._errors)
+
     def _failed(self, direction: Direction, count: int, why: str) -> None:
-        self._errors[direction] += count
+        self._count(direction, self._errors[direction] + count)
         if self._errors[direction] < self._policy.errors or self._until[direction] is not None:
             return
         self.reason = f"{self.name}: {why}"

@@ -8,31 +8,11 @@ when the last reader or the writer is done.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 
-from forebay.storage.plan import Span
+from forebay.storage.plan import NOWHERE, Span, pack, unpack
 from forebay.storage.policy import make_policy
 from forebay.storage.space import Space
-
-NOWHERE = -1
-"""Stands for no extent."""
-
-
-@lru_cache(maxsize=256)
-def _codec(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}q")
-
-
-def pack(places: Sequence[int]) -> bytes:
-    """Places (`device << 32 | slot`, or `NOWHERE`) as the index and the journal keep them: 8 bytes each."""
-    return _codec(len(places)).pack(*places)
-
-
-def unpack(packed: bytes) -> tuple[int, ...]:
-    """The places in `packed`; none for empty bytes."""
-    return _codec(len(packed) >> 3).unpack(packed)
 
 
 class Entry:

@@ -10,9 +10,11 @@ stripes, none longer than a slot and none crossing a layer group.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, Self
 
 Memory = Sequence[tuple[int, int]]
 """(address, length) pieces that make up a chunk in order. Address 0: discard on load, zeros on store."""
@@ -26,6 +28,25 @@ class Extent(NamedTuple):
     slot: int
 
 
+NOWHERE = -1
+"""Stands for no extent among packed places."""
+
+
+@lru_cache(maxsize=256)
+def _codec(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}q")
+
+
+def pack(places: Sequence[int]) -> bytes:
+    """Places (`device << 32 | slot`, or `NOWHERE`) as plans, the index and the journal keep them: 8 bytes each."""
+    return _codec(len(places)).pack(*places)
+
+
+def unpack(packed: bytes) -> tuple[int, ...]:
+    """The places in `packed`; none for empty bytes."""
+    return _codec(len(packed) >> 3).unpack(packed)
+
+
 class Span(NamedTuple):
     """A stripe's place in its chunk (bytes)."""
 
@@ -35,14 +56,44 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class LoadPlan:
-    """One chunk to read: stripe i is `spans[i]` of the chunk, at `extents[i]`."""
+    """One chunk to read: stripe i is `spans[i]` of the chunk, at place i. Packed: most of it travels unread."""
 
     key: bytes
     spans: tuple[Span, ...]
-    extents: tuple[Extent, ...]
-    checksums: tuple[tuple[int, ...], ...]
-    """`checksums[lane][stripe]`, CRC-32C."""
+    places: bytes
+    """See `pack`."""
+    sums: bytes
+    """CRC-32C of every stripe, lane after lane, 4 bytes each."""
     verify: bool
+
+    @classmethod
+    def of(
+        cls,
+        key: bytes,
+        spans: tuple[Span, ...],
+        extents: Sequence[Extent],
+        checksums: Sequence[Sequence[int]],
+        verify: bool,
+    ) -> Self:
+        """From extents, and checksums by lane and stripe."""
+        places = pack([extent.device << 32 | extent.slot for extent in extents])
+        sums = b"".join([struct.pack(f"<{len(spans)}I", *lane) for lane in checksums])
+        return cls(key, spans, places, sums, verify)
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Where each stripe is."""
+        return tuple([Extent(place >> 32, place & 0xFFFFFFFF) for place in unpack(self.places)])
+
+    def lane_checksums(self, lane: int) -> tuple[int, ...]:
+        """CRC-32C of every stripe on one lane."""
+        count = len(self.spans)
+        return struct.unpack_from(f"<{count}I", self.sums, 4 * count * lane)
+
+    @property
+    def checksums(self) -> tuple[tuple[int, ...], ...]:
+        """CRC-32C by lane and stripe."""
+        return tuple(struct.iter_unpack(f"<{len(self.spans)}I", self.sums))
 
 
 @dataclass(slots=True)

@@ -15,11 +15,21 @@ from dataclasses import dataclass
 from forebay.storage import records
 from forebay.storage.allocator import Allocator, Places
 from forebay.storage.config import PoolConfig
-from forebay.storage.index import NOWHERE, Entry, Index, pack, unpack
+from forebay.storage.index import Entry, Index
 from forebay.storage.namespace import Namespace
 from forebay.storage.opening import Opened, open_pool
 from forebay.storage.placement import make_placement
-from forebay.storage.plan import DeviceHealth, Extent, LoadPlan, Span, StorePlan, cut_spans
+from forebay.storage.plan import (
+    NOWHERE,
+    DeviceHealth,
+    Extent,
+    LoadPlan,
+    Span,
+    StorePlan,
+    cut_spans,
+    pack,
+    unpack,
+)
 from forebay.storage.stats import DeviceUsage, PoolStats
 
 logger = logging.getLogger(__name__)
@@ -121,17 +131,17 @@ class Pool:
 
         A key that is not ready (any more) gets neither a plan nor a lease; its plan is missing from the answer.
         """
-        plans = []
-        for key in keys:
-            entry = self._index.get(self._prefix + key)
+        plans: list[LoadPlan] = []
+        names = [self._prefix + key for key in keys]
+        index, verify_all = self._index, self.config.verify
+        for key, name in zip(keys, names, strict=True):
+            entry = index.get(name)
             places = self._sources(entry) if entry is not None and entry.ready else None
             if entry is None or places is None:
                 continue
-            self._index.lease(entry.name)
-            extents = tuple([Extent(place >> 32, place & 0xFFFFFFFF) for place in places])
-            verify = self.config.verify or not entry.verified
-            plans.append(LoadPlan(key, entry.spans, extents, self._checksums(entry), verify))
-        self.touch(keys)
+            index.lease(name)
+            plans.append(LoadPlan(key, entry.spans, places, entry.checksums, verify_all or not entry.verified))
+        index.touch(names)
         return plans
 
     def complete_load(self, keys: Iterable[bytes], failed: Iterable[bytes] = ()) -> None:
@@ -144,12 +154,13 @@ class Pool:
         ended, bad = list(keys), set(failed)
         self._failed_loads += len(bad)
         self._drop([self._prefix + key for key in bad])
+        index = self._index
         for key in ended + list(bad.difference(ended)):
             name = self._prefix + key
-            entry = self._index.get(name)
-            if entry is not None and not entry.verified and self._index.leased(name):
+            entry = index.get(name)
+            if entry is not None and not entry.verified and index.leased(name):
                 entry.verified = True
-            self._index.release(name)
+            index.release(name)
         self._journal.write()
 
     def prepare_store(self, keys: Sequence[bytes], segments: Segments) -> list[StorePlan]:
@@ -263,18 +274,14 @@ class Pool:
             logger.warning("profile %s cannot be saved (%s)", self.config.profile_path, error.strerror)
         self._opened.unlock()
 
-    def _sources(self, entry: Entry) -> Sequence[int] | None:
-        """Where to read each stripe now; None when one is on a device that is out of use."""
+    def _sources(self, entry: Entry) -> bytes | None:
+        """Where to read each stripe now, packed; None when one is on a device that is out of use."""
+        if not self._down:
+            return entry.extents
         places = unpack(entry.extents)
-        if not self._down or not any(place >> 32 in self._down for place in places):
-            return places
         copies = unpack(entry.copies) or (NOWHERE,) * len(places)
         chosen = [copy if place >> 32 in self._down else place for place, copy in zip(places, copies, strict=True)]
-        return None if any(place == NOWHERE or place >> 32 in self._down for place in chosen) else chosen
-
-    def _checksums(self, entry: Entry) -> tuple[tuple[int, ...], ...]:
-        count = len(entry.spans)
-        return tuple(struct.iter_unpack(f"<{count}I", entry.checksums))
+        return None if any(place == NOWHERE or place >> 32 in self._down for place in chosen) else pack(chosen)
 
     def _wanted(self, name: bytes) -> bool:
         """Whether a chunk should be stored: not there, not being written. One that cannot be read makes way."""

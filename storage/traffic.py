@@ -120,7 +120,8 @@ class _Load:
 
     def submit(self, places: Sequence[int]) -> None:
         bench = self.bench
-        bench.device.submit([bench.op(place, self.direction, next(self.next_slot), bench.stripe) for place in places])
+        for place in places:  # one by one: a device tells the end of a batch only, and the queue is to stay full
+            bench.device.submit([bench.op(place, self.direction, next(self.next_slot), bench.stripe)])
         self.outstanding += len(places)
 
     def collect(self, now: float, *, more: bool) -> None:

@@ -12,18 +12,34 @@ import select
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from forebay.storage.config import PoolConfig
 from forebay.storage.device.base import Completion, Device, Direction, Op
 from forebay.storage.health import DeviceMonitor
 from forebay.storage.huge_pages import collapse
-from forebay.storage.plan import DeviceHealth, Extent, LoadPlan, Memory, Span, StorePlan, TransferResult
+from forebay.storage.plan import (
+    NOWHERE,
+    DeviceHealth,
+    Extent,
+    LoadPlan,
+    Memory,
+    Span,
+    StorePlan,
+    TransferResult,
+    unpack,
+)
 
 logger = logging.getLogger(__name__)
 
-MERGED = 1 << 20
-"""Longest operation that is made of stripes next to each other (our choice: longer ones gain nothing on NVMe)."""
+MERGED = 8 << 20
+"""Longest operation made of stripes that lie next to each other both on the device and in memory.
+
+Bytes, our choice: from 1 MiB to this the CPU time per byte falls by half, beyond it no more. Never more than the
+device takes at once: the kernel splits what is longer, and a control group's limit counts a part of it twice.
+"""
+SCATTERED = 1 << 20
+"""The same where the memory is in pieces or not on whole pages: such an operation pins or copies what it moves."""
+PAGE = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -39,16 +55,41 @@ class _Transfer:
     """Stores: of the stripes written so far, by key."""
 
 
-class _Stripe(NamedTuple):
-    """What a tag stands for."""
+@dataclass(slots=True, eq=False)
+class _Run:
+    """What one operation moves and its tag stands for: a stripe, or several next to each other on the device."""
 
     job: _Transfer
-    key: bytes
-    number: int
-    """Stripe of the chunk."""
     device: int
+    offset: int
+    length: int
+    memory: list[tuple[int, int]]
+    keys: list[bytes]
+    number: int
+    """The stripe of its chunk, of those with a checksum, which are alone."""
     expected: int | None
     """CRC-32C that a load must find; None when it is not verified."""
+    limit: int
+    """Bytes that it may grow to where the memory is one piece of whole pages."""
+
+    def take(self, key: bytes, offset: int, length: int, memory: list[tuple[int, int]]) -> bool:
+        """Bring this stripe too, if it is the next one on the device and no checksum of its own is wanted."""
+        if self.offset + self.length != offset or self.expected is not None:
+            return False
+        total = self.length + length
+        address, have = self.memory[-1]
+        begin, more = memory[0]
+        touching = address != 0 and address + have == begin
+        whole = touching and len(self.memory) == len(memory) == 1 and not (address | have | more) % PAGE
+        if not whole and (total > SCATTERED or key is not self.keys[-1]):
+            return False
+        if total > self.limit:
+            return False
+        self.memory[-1:] = [(address, have + more), *memory[1:]] if touching else [(address, have), *memory]
+        self.length = total
+        if key is not self.keys[-1]:
+            self.keys.append(key)
+        return True
 
 
 class TransferEngine:
@@ -79,7 +120,7 @@ class TransferEngine:
             lane * slots * config.stripe if whole else 0 for slots, whole in zip(lane_slots, shared, strict=True)
         ]
         self._monitors = [DeviceMonitor(device, config.faults) for device in devices]
-        self._stripes: dict[int, _Stripe] = {}
+        self._runs: dict[int, _Run] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._finished: list[TransferResult] = []
         self._next_tag = 1
@@ -105,8 +146,8 @@ class TransferEngine:
         job = self._open(transfer, failed, Direction.READ)
         batches = _Batches(self, job)
         for plan, memory in chunks:
-            checksums = plan.checksums[self.lane] if plan.verify else None
-            batches.add(plan.key, plan.spans, plan.extents, slice_memory(memory, plan.spans), checksums)
+            checksums = plan.lane_checksums(self.lane) if plan.verify else None
+            batches.add(plan.key, plan.spans, unpack(plan.places), slice_memory(memory, plan.spans), checksums)
         self._launch(job, batches)
 
     def submit_store(
@@ -118,9 +159,9 @@ class TransferEngine:
         for plan, memory in chunks:
             job.checksums[plan.key] = [0] * len(plan.spans)
             pieces = slice_memory(memory, plan.spans)
-            batches.add(plan.key, plan.spans, plan.extents, pieces)
+            batches.add(plan.key, plan.spans, _places(plan.extents), pieces)
             if any(plan.copies):
-                batches.add(plan.key, plan.spans, plan.copies, pieces)
+                batches.add(plan.key, plan.spans, _places(plan.copies), pieces)
         self._launch(job, batches)
 
     def poll(self) -> list[TransferResult]:
@@ -173,7 +214,7 @@ class TransferEngine:
         for device in self.devices:
             device.close()
         self._transfers.clear()
-        self._stripes.clear()
+        self._runs.clear()
 
     def _open(self, transfer: int, failed: Mapping[bytes, str] | None, direction: Direction) -> _Transfer:
         job = _Transfer(TransferResult(transfer, dict(failed or {})), direction, time.monotonic())
@@ -181,9 +222,20 @@ class TransferEngine:
         return job
 
     def _launch(self, job: _Transfer, batches: _Batches) -> None:
-        for index, ops in batches.ops.items():
-            job.outstanding[index] = len(ops)
-            self.devices[index].submit(ops)
+        direction, hashed = job.direction, job.direction is Direction.WRITE
+        for device, runs in enumerate(batches.runs):
+            if not runs:
+                continue
+            job.outstanding[device] = len(runs)
+            tagged = dict(enumerate(runs, self._next_tag))
+            self._runs |= tagged
+            self._next_tag += len(runs)
+            self.devices[device].submit(
+                [
+                    Op(tag, direction, run.offset, run.length, run.memory, hashed or run.expected is not None)
+                    for tag, run in tagged.items()
+                ]
+            )
         if not job.outstanding:
             self._finish(job)
 
@@ -191,37 +243,26 @@ class TransferEngine:
         """Book what one device has finished."""
         monitor = self._monitors[index]
         monitor.last_progress = now = time.monotonic()
+        runs, name = self._runs, monitor.name
         for completion in completions:
-            stripe = self._stripes.pop(completion.tag, None)
-            if stripe is None:
+            run = runs.pop(completion.tag, None)
+            if run is None:
                 monitor.end_probe(completion)
                 continue
-            job = stripe.job
+            job = run.job
             if completion.result < 0 or monitor.suspect:
                 monitor.record(completion, job.direction)
-            self._judge(stripe, completion, monitor.name)
-            job.outstanding[index] -= 1
-            if not job.outstanding[index]:
+            _judge(run, completion, name)
+            left = job.outstanding[index] = job.outstanding[index] - 1
+            if not left:
                 del job.outstanding[index]
-                job.result.device_seconds[monitor.name] = now - job.started
+                job.result.device_seconds[name] = now - job.started
                 if not job.outstanding:
                     self._finish(job)
 
-    def _judge(self, stripe: _Stripe, completion: Completion, device: str) -> None:
-        result = stripe.job.result
-        if completion.result < 0:
-            result.failed.setdefault(stripe.key, f"{device}: {os.strerror(-completion.result)}")
-        elif stripe.expected is not None and completion.checksum != stripe.expected:
-            result.failed.setdefault(stripe.key, f"{device}: checksum of stripe {stripe.number} does not match")
-        else:
-            result.bytes += completion.result
-            result.device_bytes[device] = result.device_bytes.get(device, 0) + completion.result
-            if stripe.job.direction is Direction.WRITE:
-                stripe.job.checksums[stripe.key][stripe.number] = completion.checksum
-
     def _tags(self, job: _Transfer, device: int) -> list[int]:
         """What is still out of a transfer on one device."""
-        return [tag for tag, stripe in self._stripes.items() if stripe.job is job and stripe.device == device]
+        return [tag for tag, run in self._runs.items() if run.job is job and run.device == device]
 
     def _finish(self, job: _Transfer) -> None:
         job.result.seconds = time.monotonic() - job.started
@@ -248,8 +289,7 @@ class TransferEngine:
                 tags = self._tags(job, index)
                 monitor.late(len(tags))
                 for tag in tags:
-                    reason = f"{monitor.name}: no answer within {limit:g} s"
-                    job.result.failed.setdefault(self._stripes[tag].key, reason)
+                    _fail(self._runs[tag], f"{monitor.name}: no answer within {limit:g} s")
                 self.devices[index].cancel(tags)
 
 
@@ -257,9 +297,12 @@ class _Batches:
     """The operations of one transfer, by device, while they are being gathered."""
 
     def __init__(self, engine: TransferEngine, job: _Transfer) -> None:
-        self.ops: dict[int, list[Op]] = {}
-        self._engine = engine
+        self.runs: list[list[_Run]] = [[] for _ in engine.devices]
         self._job = job
+        self._base = engine._base
+        self._stripe = engine.config.stripe
+        self._merge = job.direction is Direction.READ
+        self._limits = [min(MERGED, device.largest) for device in engine.devices]
         self._refused = {
             index: monitor.reason
             for index, monitor in enumerate(engine._monitors)
@@ -270,49 +313,48 @@ class _Batches:
         self,
         key: bytes,
         spans: Sequence[Span],
-        extents: Sequence[Extent | None],
-        pieces: Sequence[Memory],
+        places: Sequence[int],
+        pieces: Sequence[list[tuple[int, int]]],
         checksums: Sequence[int] | None = None,
     ) -> None:
-        """Add a chunk: stripe i is `spans[i]` of it, at `extents[i]`, with the memory `pieces[i]`."""
-        engine, job = self._engine, self._job
-        stripe, direction, tag = engine.config.stripe, job.direction, engine._next_tag
-        hashed = direction is Direction.WRITE or checksums is not None
-        for index, extent in enumerate(extents):
-            if extent is None:
+        """Add a chunk: stripe i is `spans[i]` of it, at `places[i]`, with the memory `pieces[i]`."""
+        for index, place in enumerate(places):
+            if place == NOWHERE:
                 continue
-            device, slot = extent
+            device = place >> 32
             if device in self._refused:
-                job.result.failed.setdefault(key, self._refused[device])
+                self._job.result.failed.setdefault(key, self._refused[device])
                 continue
-            offset = engine._base[device] + slot * stripe
-            ops = self.ops.setdefault(device, [])
-            if not hashed and ops and self._extend(ops, key, offset, spans[index].length, pieces[index]):
+            offset = self._base[device] + (place & 0xFFFFFFFF) * self._stripe
+            length, memory = spans[index].length, pieces[index]
+            expected = checksums[index] if checksums else None
+            runs = self.runs[device]
+            if self._merge and expected is None and runs and runs[-1].take(key, offset, length, memory):
                 continue
-            engine._stripes[tag] = _Stripe(job, key, index, device, checksums[index] if checksums else None)
-            ops.append(Op(tag, direction, offset, spans[index].length, pieces[index], hashed))
-            tag += 1
-        engine._next_tag = tag
-
-    def _extend(self, ops: list[Op], key: bytes, offset: int, length: int, memory: Memory) -> bool:
-        """Let the last operation bring this stripe too, if it is the next one on the device and of the same chunk.
-
-        Only where no checksum is wanted, which is one per stripe.
-        """
-        last = ops[-1]
-        adjacent = last.offset + last.length == offset and last.length + length <= MERGED
-        if not adjacent or self._engine._stripes[last.tag].key is not key:
-            return False
-        ops[-1] = last._replace(length=last.length + length, memory=_join(last.memory, memory))
-        return True
+            runs.append(_Run(self._job, device, offset, length, memory, [key], index, expected, self._limits[device]))
 
 
-def _join(first: Memory, second: Memory) -> Memory:
-    """Pieces in order, those that touch as one."""
-    (address, length), (begin, more) = first[-1], second[0]
-    if not address or address + length != begin:
-        return [*first, *second]
-    return [*first[:-1], (address, length + more), *second[1:]]
+def _places(extents: Sequence[Extent | None]) -> list[int]:
+    return [NOWHERE if extent is None else extent.device << 32 | extent.slot for extent in extents]
+
+
+def _judge(run: _Run, completion: Completion, device: str) -> None:
+    """Add what became of a run to its transfer's result."""
+    result = run.job.result
+    if completion.result < 0:
+        _fail(run, f"{device}: {os.strerror(-completion.result)}")
+    elif run.expected is not None and completion.checksum != run.expected:
+        _fail(run, f"{device}: checksum of stripe {run.number} does not match")
+    else:
+        result.bytes += completion.result
+        result.device_bytes[device] = result.device_bytes.get(device, 0) + completion.result
+        if run.job.direction is Direction.WRITE:
+            run.job.checksums[run.keys[0]][run.number] = completion.checksum
+
+
+def _fail(run: _Run, reason: str) -> None:
+    for key in run.keys:
+        run.job.result.failed.setdefault(key, reason)
 
 
 def slice_memory(memory: Memory, spans: Sequence[Span]) -> list[list[tuple[int, int]]]:
@@ -320,8 +362,9 @@ def slice_memory(memory: Memory, spans: Sequence[Span]) -> list[list[tuple[int, 
 
     Address 0 (discard, zeros) stays 0 in every slice.
     """
-    if len(memory) == 1 and memory[0][0]:
-        start = memory[0][0]
+    if len(memory) == 1 and (start := memory[0][0]):
+        if len(spans) == 1:
+            return [[(start + spans[0].offset, spans[0].length)]]
         return [[(start + span.offset, span.length)] for span in spans]
     slices: list[list[tuple[int, int]]] = []
     pieces = iter(memory)

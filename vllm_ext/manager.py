@@ -85,7 +85,6 @@ class ForebayManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ForebayLoadSpec:
         """Lease the chunks and say where they lie."""
         pool_keys = [self.pool_key(key, req_context) for key in keys]
-        self.pool.touch(pool_keys)
         plans = {plan.key: plan for plan in self.pool.prepare_load(pool_keys)}
         return ForebayLoadSpec(pool_keys, [get_offload_group_idx(key) for key in keys], plans)
 

@@ -75,19 +75,19 @@ class ForebayTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Write the chunks that are not in the pool; those that do not fit are left out."""
-        rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
+        rows = self._rows(job_metadata)
         plans = self._pool.prepare_store(list(rows), (self.block_size_bytes,))
-        chunks: list[tuple[StorePlan, Memory]] = [(plan, self._row(rows[OffloadKey(plan.key)])) for plan in plans]
+        chunks: list[tuple[StorePlan, Memory]] = [(plan, rows[plan.key]) for plan in plans]
         self._jobs[job_metadata.job_id] = (job_metadata, False)
         self._engine.submit_store(job_metadata.job_id, chunks)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Read chunks into rows of the CPU tier."""
-        rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
+        rows = self._rows(job_metadata)
         plans = self._pool.prepare_load(list(rows))
-        chunks: list[tuple[LoadPlan, Memory]] = [(plan, self._row(rows[OffloadKey(plan.key)])) for plan in plans]
-        found = {plan.key for plan in plans}
-        missing = {bytes(key): "no longer in the pool" for key in rows if key not in found}
+        chunks: list[tuple[LoadPlan, Memory]] = [(plan, rows[plan.key]) for plan in plans]
+        found = {plan.key for plan in plans} if len(plans) < len(rows) else rows.keys()
+        missing = {key: "no longer in the pool" for key in rows if key not in found}
         self._jobs[job_metadata.job_id] = (job_metadata, True)
         self._engine.submit_load(job_metadata.job_id, chunks, failed=missing)
 
@@ -117,8 +117,12 @@ class ForebayTier(SecondaryTierManager):
         self._engine.close()
         self._pool.close()
 
-    def _row(self, chunk_id: int) -> Memory:
-        return [(self._address + int(chunk_id) * self.block_size_bytes, self.block_size_bytes)]
+    def _rows(self, job: TransferJob) -> dict[bytes, Memory]:
+        """The row of the CPU tier that each key of a job is in, or goes to."""
+        start, size = self._address, self.block_size_bytes
+        return {
+            bytes(key): [(start + row * size, size)] for key, row in zip(job.keys, map(int, job.chunk_ids), strict=True)
+        }
 
     def _end(self, results: Iterable[TransferResult]) -> list[JobResult]:
         ended: list[JobResult] = []
@@ -139,11 +143,11 @@ class ForebayTier(SecondaryTierManager):
 
 
 def _job_result(job: TransferJob, result: TransferResult) -> JobResult:
-    good = [key for key in job.keys if key not in result.failed]
+    good = [key for key in job.keys if key not in result.failed] if result.failed else None
     return JobResult(
         job_id=job.job_id,
         success=not result.failed,
-        successful_keys=good if result.failed and good else None,
+        successful_keys=good or None,
         transfer_time=result.seconds,
         transfer_bytes=result.bytes,
     )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 CHUNKS = (1 * MIB, 3 * MIB)
-TOTAL, QUICK_TOTAL = 768 * MIB, 192 * MIB
+TOTAL, QUICK_TOTAL = 768 * MIB, 288 * MIB
 SETTINGS = {"4 threads": (4, 1), "8 threads": (8, 1), "16 threads": (16, 1), "8 threads, jobs of 4": (8, 4)}
 AS_USED = {"32 threads, one job": (32, 0)}
 """vLLM's default of 16 + 16 threads, all chunks of a request in one job."""

@@ -81,6 +81,8 @@ class Device(ABC):
     """Bytes."""
     alignment: int
     """Offsets are multiples of this (bytes)."""
+    largest: int = 1 << 20
+    """Bytes that reach the device as one request; a longer operation is split on the way."""
     persistent: bool
     """Whether the content survives the process and a reboot."""
 
@@ -94,7 +96,10 @@ class Device(ABC):
 
     @abstractmethod
     def fileno(self) -> int:
-        """An eventfd that becomes readable when completions wait; `poll` drains it."""
+        """An eventfd that becomes readable when all operations of one `submit` are over, or one failed.
+
+        `poll` drains it. It may find completions before: whoever wants each as it comes looks without waiting.
+        """
 
     @abstractmethod
     def cancel(self, tags: Iterable[int]) -> None:

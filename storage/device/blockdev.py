@@ -42,6 +42,19 @@ def device_size(fd: int) -> int:
     return size
 
 
+def largest_request(fd: int) -> int | None:
+    """Bytes that the disk below a file, or the block device itself, takes in one request; None when nobody tells."""
+    status = os.fstat(fd)
+    number = status.st_rdev if stat.S_ISBLK(status.st_mode) else status.st_dev
+    disk = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    for queue in (disk / "queue", disk / "../queue"):  # a partition's is its disk's
+        try:
+            return int((queue / "max_sectors_kb").read_text()) << 10
+        except (OSError, ValueError):
+            continue
+    return None
+
+
 def refuse_in_use(device: str, path: Path, fd: int) -> None:
     """Refuse a block device that is mounted, swapped on, part of a RAID, or partitioned.
 

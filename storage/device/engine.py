@@ -33,7 +33,7 @@ class NativeDevice(Device):
         return list(map(Completion._make, self._queue.poll()))
 
     def fileno(self) -> int:
-        """An eventfd that is readable while completions wait; -1 once closed."""
+        """An eventfd, readable once a batch is over or an operation failed; -1 once closed."""
         return self._queue.fileno()
 
     def cancel(self, tags: Iterable[int]) -> None:

@@ -78,6 +78,7 @@ class FaultyDevice(Device):
         self.capacity = inner.capacity
         self.alignment = inner.alignment
         self.persistent = inner.persistent
+        self.largest = inner.largest
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._faults: list[_Fault] = []

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from forebay.storage.config import BLOCK, DeviceConfig
-from forebay.storage.device import direct, preparing, superblock
+from forebay.storage.device import blockdev, direct, preparing, superblock
 from forebay.storage.device._native import Queue
 from forebay.storage.device.engine import NativeDevice
 from forebay.storage.errors import DeviceError
@@ -38,6 +38,7 @@ class FileDevice(NativeDevice):
             os.close(fd)
             raise
         self._fd = fd
+        self.largest = blockdev.largest_request(fd) or self.largest
         super().__init__(
             queue, name=config.name, kind="file", capacity=size, alignment=alignments.offset, persistent=True
         )

@@ -12,7 +12,8 @@ from typing import Any
 
 from forebay.storage import journal, records
 from forebay.storage.config import PoolConfig
-from forebay.storage.index import NOWHERE, Entry, unpack
+from forebay.storage.index import Entry
+from forebay.storage.plan import NOWHERE, unpack
 from forebay.storage.profile import Profile
 
 

@@ -187,7 +187,7 @@ class DeviceConformance:
         assert order.index(count) < count * 2 // 3
 
     def test_completions_and_readiness(self, device: Device) -> None:
-        """`fileno` is readable exactly while completions wait; `poll` never blocks."""
+        """`fileno` is readable while the completion of a whole batch waits; `poll` never blocks."""
         memory = Memory(4096)
         assert device.poll() == []
         assert not _readable(device, 0)
@@ -202,6 +202,14 @@ class DeviceConformance:
         assert device.poll() == []
         device.submit([])
         assert device.poll() == []
+
+    def test_the_end_of_a_batch_is_told_once(self, device: Device) -> None:
+        """One wake-up for all of it: nobody is woken for each operation."""
+        memory = Memory(200 * 4096)
+        batch = [Op(i, READ, i * 4096, 4096, [memory.piece(i * 4096, 4096)], False) for i in range(200)]
+        device.submit(batch)
+        assert _readable(device, 10)
+        assert sorted(completion.tag for completion in device.poll()) == list(range(200))
 
     def test_wide_tags(self, device: Device) -> None:
         """Tags are 64 bits (the highest is left to wrappers)."""

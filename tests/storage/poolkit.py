@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forebay.storage.config import PoolConfig
-from forebay.storage.index import NOWHERE, Entry, unpack
+from forebay.storage.index import Entry
 from forebay.storage.namespace import Namespace
-from forebay.storage.plan import LoadPlan, StorePlan
+from forebay.storage.plan import NOWHERE, LoadPlan, StorePlan, unpack
 from forebay.storage.pool import Pool
 
 STRIPE = 4096

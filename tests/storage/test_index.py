@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.storage.index import NOWHERE, Entry, Index, pack, unpack
-from forebay.storage.plan import Span
+from forebay.storage.index import Entry, Index
+from forebay.storage.plan import NOWHERE, Span, pack, unpack
 from forebay.storage.policy import POLICIES
 from forebay.storage.space import Space
 

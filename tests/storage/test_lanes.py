@@ -37,7 +37,7 @@ def test_replicated_layouts_share_memory_and_files(tmp_path: Path) -> None:
     data, target = bytearray(os.urandom(CHUNK)), bytearray(CHUNK)
     writer.submit_store(1, [(StorePlan(b"k", spans, extents, (None,) * len(spans), 1), address(data))])
     (stored,) = writer.wait([1])
-    reader.submit_load(2, [(LoadPlan(b"k", spans, extents, (stored.checksums[b"k"],), True), address(target))])
+    reader.submit_load(2, [(LoadPlan.of(b"k", spans, extents, (stored.checksums[b"k"],), True), address(target))])
     (loaded,) = reader.wait([2])
     assert not loaded.failed
     assert target == data

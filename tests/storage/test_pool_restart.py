@@ -263,7 +263,7 @@ class TestChangedConfiguration:
 
 def pool_copy_device(pool, key):
     """Where the one persistent stripe of a chunk lies."""
-    from forebay.storage.index import unpack
+    from forebay.storage.plan import unpack
 
     entry = pool._index.get(pool._prefix + key)
     (place,) = unpack(entry.copies or entry.extents)

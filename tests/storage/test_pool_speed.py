@@ -8,9 +8,9 @@ import pytest
 
 from forebay.storage import journal as journals
 from forebay.storage import records
-from forebay.storage.index import Entry, Index, pack
+from forebay.storage.index import Entry, Index
 from forebay.storage.opening import no_collections
-from forebay.storage.plan import cut_spans
+from forebay.storage.plan import cut_spans, pack
 from forebay.storage.pool import Lookup
 from forebay.storage.records import DeviceRecord, Header
 from forebay.storage.recovery import recover

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from forebay.storage import records
 from forebay.storage.errors import JournalError
-from forebay.storage.index import Entry, pack
-from forebay.storage.plan import Span
+from forebay.storage.index import Entry
+from forebay.storage.plan import Span, pack
 from forebay.storage.records import DeviceRecord, Header
 
 HEADER = Header(b"u" * 16, 4096, 1, (DeviceRecord("ram", "dram", "", 10), DeviceRecord("ssd", "file", "/f", 20)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -16,8 +18,8 @@ from hypothesis import strategies as st
 from forebay.storage.config import PoolConfig
 from forebay.storage.device import open_device, prepare_device
 from forebay.storage.device.faulty import FaultyDevice
-from forebay.storage.plan import Extent, LoadPlan, Span, StorePlan, TransferResult, cut_spans, lane_slots
-from forebay.storage.transfer import TransferEngine, slice_memory
+from forebay.storage.plan import Extent, LoadPlan, Memory, Span, StorePlan, TransferResult, cut_spans, lane_slots
+from forebay.storage.transfer import MERGED, SCATTERED, TransferEngine, _Run, slice_memory
 
 STRIPE = 64 * 1024
 CHUNK = 200_000
@@ -64,7 +66,7 @@ class Rig:
         target = bytearray(CHUNK)
         lanes = (checksums,) * (self.engine.lane + 1)
         transfer = next(self.ids)
-        load = LoadPlan(plan.key, plan.spans, plan.extents, lanes, verify)
+        load = LoadPlan.of(plan.key, plan.spans, plan.extents, lanes, verify)
         self.engine.submit_load(transfer, [(load, whole(target))])
         return self.run(transfer), target
 
@@ -103,25 +105,68 @@ def test_round_trip(rig: Rig) -> None:
         assert target == data
 
 
-def test_stripes_next_to_each_other_are_read_at_once(rig: Rig) -> None:
-    """Without verification, and only within a chunk; the bytes are the same either way."""
-    spans = cut_spans([4 * STRIPE], STRIPE)
-    data = {key: bytearray(os.urandom(4 * STRIPE)) for key in (b"a", b"b")}
-    extents = {b"a": [10, 11, 12, 13], b"b": [14, 15, 20, 21]}
-    places = {key: tuple(Extent(1, slot) for slot in slots) for key, slots in extents.items()}
-    plans = {key: StorePlan(key, spans, places[key], (None,) * 4, 1) for key in data}
-    rig.engine.submit_store(1, [(plans[key], whole(data[key])) for key in data])
-    stored = rig.run(1)
-    targets = {key: bytearray(4 * STRIPE) for key in data}
-    for verify, operations in ((True, 8), (False, 3)):
-        before = rig.faults.stats().read_ops
-        loads = [LoadPlan(key, spans, places[key], (stored.checksums[key],), verify) for key in data]
-        rig.engine.submit_load(2, [(plan, whole(targets[plan.key])) for plan in loads])
-        result = rig.run(2)
-        assert not result.failed
-        assert result.bytes == 8 * STRIPE
-        assert targets == data
-        assert rig.faults.stats().read_ops - before == operations
+class Neighbours:
+    """Two chunks of four stripes on the file device; the second begins where the first ends, and has a gap."""
+
+    SPANS = cut_spans([4 * STRIPE], STRIPE)
+    SLOTS: ClassVar = {b"a": [10, 11, 12, 13], b"b": [14, 15, 20, 21]}
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.data = {key: bytearray(os.urandom(4 * STRIPE)) for key in self.SLOTS}
+        self.places = {key: tuple(Extent(1, slot) for slot in slots) for key, slots in self.SLOTS.items()}
+        plans = {key: StorePlan(key, self.SPANS, self.places[key], (None,) * 4, 1) for key in self.data}
+        rig.engine.submit_store(1, [(plans[key], whole(self.data[key])) for key in self.data])
+        self.checksums = rig.run(1).checksums
+
+    def load(self, memory: dict[bytes, Memory], *, verify: bool = False) -> tuple[TransferResult, int]:
+        """The result, and in how many operations it came."""
+        before = self.rig.faults.stats()
+        loads = [LoadPlan.of(key, self.SPANS, self.places[key], (self.checksums[key],), verify) for key in self.data]
+        self.rig.engine.submit_load(2, [(plan, memory[plan.key]) for plan in loads])
+        result = self.rig.run(2)
+        after = self.rig.faults.stats()
+        return result, after.read_ops + after.errors - before.read_ops - before.errors
+
+
+@pytest.mark.parametrize(
+    ("layout", "verify", "operations"),
+    [("apart", True, 8), ("apart", False, 3), ("together", True, 8), ("together", False, 2), ("in pieces", False, 3)],
+)
+def test_stripes_next_to_each_other_are_read_at_once(rig: Rig, layout: str, verify: bool, operations: int) -> None:
+    """Without verification; across chunks only where their memory touches. The bytes are the same either way."""
+    chunks, room = Neighbours(rig), mmap.mmap(-1, 12 * STRIPE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    second = start + (4 if layout == "together" else 8) * STRIPE
+    memory: dict[bytes, Memory] = {b"a": [(start, 4 * STRIPE)], b"b": [(second, 4 * STRIPE)]}
+    if layout == "in pieces":
+        memory[b"a"] = [(start, STRIPE // 2), (start + STRIPE, 7 * STRIPE // 2)]
+    result, count = chunks.load(memory, verify=verify)
+    assert not result.failed
+    assert result.bytes == 8 * STRIPE
+    for key, pieces in memory.items():
+        assert b"".join(ctypes.string_at(*piece) for piece in pieces) == chunks.data[key]
+    assert count == operations
+
+
+def test_an_operation_that_fails_fails_all_chunks_it_was_to_bring(rig: Rig) -> None:
+    chunks, room = Neighbours(rig), mmap.mmap(-1, 8 * STRIPE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    rig.faults.fail(errno.EIO)
+    result, _ = chunks.load({b"a": [(start, 4 * STRIPE)], b"b": [(start + 4 * STRIPE, 4 * STRIPE)]})
+    assert set(result.failed) == {b"a", b"b"}
+    rig.faults.clear()
+
+
+def test_no_operation_grows_beyond_its_limit() -> None:
+    """Long ones only where the memory is one piece of whole pages."""
+    job = object()
+    for start, limit in ((1 << 30, MERGED), ((1 << 30) + 512, SCATTERED)):
+        run = _Run(job, 0, 0, STRIPE, [(start, STRIPE)], [b"k"], 0, None, MERGED)
+        while run.take(b"k", run.length, STRIPE, [(start + run.length, STRIPE)]):
+            pass
+        assert run.length == limit
+        assert run.memory == [(start, limit)]
 
 
 def test_copies_hold_the_same_bytes(rig: Rig) -> None:

@@ -152,8 +152,13 @@ static PyObject *queue_object_submit(QueueObject *self, PyObject *argument)
     Py_DECREF(ops);
     if (!read)
         return NULL;
+    Batch *batch = list ? malloc(sizeof *batch) : NULL;
+    if (list && !batch) {
+        free_list(list);
+        return PyErr_NoMemory();
+    }
     if (list)
-        queue_submit(self->queue, list);
+        queue_submit(self->queue, list, batch);
     Py_RETURN_NONE;
 }
 
@@ -372,7 +377,7 @@ static PyObject *module_bind_memory(PyObject *Py_UNUSED(module), PyObject *argum
 static PyMethodDef queue_methods[] = {
     {"submit", (PyCFunction)queue_object_submit, METH_O, "Queue operations."},
     {"poll", (PyCFunction)queue_object_poll, METH_NOARGS, "Completions since the last call."},
-    {"fileno", (PyCFunction)queue_object_fileno, METH_NOARGS, "Eventfd; readable when completions wait."},
+    {"fileno", (PyCFunction)queue_object_fileno, METH_NOARGS, "Eventfd; readable when a batch is over or an operation failed."},
     {"cancel", (PyCFunction)queue_object_cancel, METH_O, "Give up on operations by tag."},
     {"register", (PyCFunction)queue_object_register, METH_VARARGS, "Pin memory; whether it was done."},
     {"stats", (PyCFunction)queue_object_stats, METH_NOARGS, "Counters in the order of DeviceStats."},

@@ -83,7 +83,10 @@ static void complete(Queue *queue, const Op *op, int64_t result)
         .crc = result >= 0 && op->checksum ? op->crc : 0,
         .seconds = (double)(now - op->submitted) * 1e-9,
     };
-    queue->signal_due = true;
+    bool over = --op->batch->left == 0;
+    if (over)
+        free(op->batch);
+    queue->signal_due |= over || result < 0;
 }
 
 static void signal_done(Queue *queue)
@@ -293,14 +296,18 @@ void queue_classify(const Queue *queue, Op *op)
     op->region = -1;
 }
 
-void queue_submit(Queue *queue, Op *list)
+void queue_submit(Queue *queue, Op *list, Batch *batch)
 {
     int64_t now = now_ns();
+    *batch = (Batch){0};
+    for (Op *op = list; op; op = op->next)
+        batch->left++;
     pthread_mutex_lock(&queue->lock);
     account(queue, now);
     for (Op *op = list, *next; op; op = next) {
         next = op->next;
         op->submitted = now;
+        op->batch = batch;
         queue->reads_outstanding += op->direction == READ_OP;
         fifo_append(&queue->waiting[op->direction], op);
     }

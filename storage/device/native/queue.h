@@ -20,8 +20,14 @@
 
 enum state { QUEUED, STARTING, FLYING, LANDING };
 
+/* The operations of one submit: the owner is told when the last of them is over, not of each. */
+typedef struct {
+    uint32_t left;
+} Batch;
+
 typedef struct Op {
     struct Op *next;
+    Batch *batch;
     uint64_t tag;
     uint64_t offset; /* in the file: the device's start is added */
     uint64_t length;
@@ -92,7 +98,7 @@ typedef struct Queue {
     Done *done;
     size_t done_count, done_capacity;
     int event_fd;
-    bool signal_due, signalled; /* completions not yet made known; event_fd is readable */
+    bool signal_due, signalled; /* a batch is over or an operation failed, not yet made known; event_fd is readable */
 
     Stats stats;
     int64_t accounted; /* up to when the time counters are */
@@ -117,7 +123,7 @@ int uring_start(Queue *queue);   /* 0 or an errno */
 int threads_start(Queue *queue); /* file or memory */
 Op *op_new(uint32_t pieces);
 void queue_classify(const Queue *queue, Op *op); /* once all fields are set: direct or staged */
-void queue_submit(Queue *queue, Op *list);
+void queue_submit(Queue *queue, Op *list, Batch *batch); /* takes both over */
 size_t queue_poll(Queue *queue, Done **done); /* the caller frees `done` */
 void queue_cancel(Queue *queue, uint64_t *tags, size_t count);
 void queue_stats(Queue *queue, Stats *stats);

@@ -92,6 +92,24 @@ class TestBlockDevice(DeviceConformance):
         return prepared(self.path, size=None)
 
 
+# ---- what it is on ----
+
+
+def test_the_largest_request_is_that_of_the_disk(tmp_path: Path, loop_device: Path) -> None:
+    limit = int((Path("/sys/block") / loop_device.name / "queue/max_sectors_kb").read_text()) << 10
+    raw, file = prepared(loop_device, size=None), prepared(tmp_path / "data")
+    assert raw.largest == limit
+    assert file.largest >= 1 << 16
+    raw.close()
+    file.close()
+
+
+def test_a_folder_on_no_disk_has_a_usual_limit(mount: Mount) -> None:
+    device = prepared(mount("ramfs") / "data", buffered=True)
+    assert device.largest == MIB
+    device.close()
+
+
 # ---- whose it is ----
 
 
