@@ -42,7 +42,7 @@ SECONDS, QUICK_SECONDS = 1.95, 0.65
 LONG_RATES = (89e6, 44.5e6, 22.25e6)
 SECONDS_PER_LONG_CHUNK = 0.08125
 """Of the chunks of `any_prefix_balance`, about 12 MiB: the shortest prefix takes well above a slice."""
-PREFIXES, QUICK_PREFIXES = (8, 9, 10, 14, 18, 24, 28), (8, 10, 14)
+PREFIXES, QUICK_PREFIXES = (8, 9, 10, 14, 18, 24, 28), (8, 10)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _placements(context: Context, rig: Rig, config: PoolConfig, plan: Plan, foun
         rig.set_rates(plan.rates)
         arms: dict[str, Callable[[], float]] = {name: partial(_load, session, names[name]) for name in PLACEMENTS}
         arms |= _alone_arms(rig, shares)
-        seconds = interleave(arms, context.rounds, lambda arm: context.say(f"loading: {arm}"))
+        seconds = interleave(arms, max(2, context.rounds - 1), lambda arm: context.say(f"loading: {arm}"))
     series = {name: Series.of(values, "s") for name, values in seconds.items()}
     alone = [share / series[f"alone {path.name}"].median for path, share in zip(rig.devices, shares, strict=True)]
     striped = plan.chunks * CHUNK / series["bandwidth"].median
