@@ -40,7 +40,7 @@ def measure(context: Context) -> Measurement:
             session.load(names, check=True)
             for verify in (False, True):
                 arms[f"{where}, {'verified' if verify else 'not verified'}"] = partial(_load, session, names, verify)
-        found = interleave(arms, context.rounds + 2, lambda arm: context.say(f"loading: {arm}"))
+        found = interleave(arms, context.rounds + 8, lambda arm: context.say(f"loading: {arm}"))
     series = {name: Series.of(values, "s") for name, values in found.items()}
     ratios = {
         where: series[f"{where}, verified"].median / series[f"{where}, not verified"].median for where in MEMORIES

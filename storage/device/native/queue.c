@@ -98,11 +98,19 @@ static void signal_done(Queue *queue)
     queue->signal_due = false;
 }
 
-static void leave(Queue *queue, Op *op)
+static void vacate(Queue *queue, Op *op)
 {
+    if (op->place < 0)
+        return;
     queue->running[op->place] = NULL;
     queue->free_places[queue->free_count++] = op->place;
     queue->flying[op->direction]--;
+    op->place = -1;
+}
+
+static void leave(Queue *queue, Op *op)
+{
+    vacate(queue, op);
     free(op);
 }
 
@@ -447,6 +455,13 @@ void queue_restage(Queue *queue, Op *op)
     op->staged = true;
     op->state = STARTING;
     op->done = 0;
+    pthread_mutex_unlock(&queue->lock);
+}
+
+void queue_vacate(Queue *queue, Op *op)
+{
+    pthread_mutex_lock(&queue->lock);
+    vacate(queue, op);
     pthread_mutex_unlock(&queue->lock);
 }
 

@@ -36,7 +36,7 @@ typedef struct Op {
     int64_t submitted; /* ns, monotonic */
     uint32_t count;
     uint32_t crc;
-    int place;  /* index into `running` while started */
+    int place;  /* index into `running` while started, -1 from when the device is done with it */
     int region; /* registered buffer that holds the memory, or -1 */
     int retries;
     uint8_t direction;
@@ -137,6 +137,7 @@ Op *queue_next(Queue *queue);                /* lock held: what may start now, s
 void queue_begin(Queue *queue, Op *op);      /* lock held: take it off its FIFO and give it a place */
 bool queue_launch(Queue *queue, Op *op);     /* starting -> flying; false: cancelled, gone */
 void queue_restage(Queue *queue, Op *op);    /* flying -> starting, through staging: the direct way was refused */
+void queue_vacate(Queue *queue, Op *op);     /* the device is done with it and needs more work; it is landed later */
 bool queue_land(Queue *queue, Op *op);       /* flying -> landing; false: it had been given up, gone */
 void queue_finish(Queue *queue, Op *op, int64_t result);
 void queue_signal(Queue *queue);             /* make the completions known; queue_finish alone does not */

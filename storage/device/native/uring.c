@@ -350,10 +350,26 @@ static void handle(Uring *uring, const struct io_uring_cqe *entry)
     start_ready(uring); /* into its place; submitted before the next copy or the next wait, whichever comes first */
 }
 
+/* What only has to be hashed any more makes place for the next at once: hashing a batch takes milliseconds. */
+static void make_room(Uring *uring, const struct io_uring_cqe *batch, unsigned count)
+{
+    bool room = false;
+    for (unsigned i = 0; i < count; i++) {
+        Op *op = (Op *)(uintptr_t)batch[i].user_data;
+        if (!op || op->staged || !op->checksum || batch[i].res < 0 || op->done + (uint64_t)batch[i].res < op->padded)
+            continue;
+        queue_vacate(uring->queue, op);
+        room = true;
+    }
+    if (room)
+        start_ready(uring);
+}
+
 static void reap(Uring *uring)
 {
     struct io_uring_cqe batch[BATCH];
     unsigned count = ring_reap(&uring->ring, batch, BATCH);
+    make_room(uring, batch, count);
     for (unsigned i = 0; i < count; i++)
         handle(uring, &batch[i]);
     if (count)
