@@ -10,7 +10,7 @@ import glob
 
 from setuptools import Extension, find_packages, setup
 
-FOLDERS = ("storage", "vllm_ext", "cli", "bench")
+FOLDERS = ("kernels", "storage", "compression", "vllm_ext", "cli", "bench")
 SOURCES = sorted(glob.glob("storage/device/_native.c") + glob.glob("storage/device/native/*.c"))
 HEADERS = sorted(glob.glob("storage/device/native/*.h"))
 

@@ -1,0 +1,1 @@
+"""Kernels: each a triple of kernel, plain reference and test."""
