@@ -1,0 +1,116 @@
+"""Compressing one MoE layer: backbone, importance, selection, residual (PARSER, arXiv 2609.00575)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from forebay.compression.backbone import MAX_ROUNDS, Backbone, Progress, barycenter, mean_backbone
+from forebay.compression.experts import Expert
+from forebay.compression.importance import ACTIVATIONS, IMPORTANCES
+from forebay.compression.selection import MIN_UNITS, select_expert, select_layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a layer is compressed. The defaults are the paper's main setting."""
+
+    rho: float = 0.9
+    """Share of the units that fall back to the backbone."""
+    backbone: Literal["barycenter", "mean"] = "barycenter"
+    importance: Literal["output", "wanda"] = "output"
+    scope: Literal["layer", "expert"] = "layer"
+    """Whether the units of a layer compete with each other, or those of each expert only."""
+    routing_weight: bool = False
+    """Multiply the scores of an expert by the mean square of its router probability."""
+    min_units: int = MIN_UNITS
+    max_rounds: int = MAX_ROUNDS
+    activation: str = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedLayer:
+    """A backbone and, for every expert, the difference in the units that it keeps."""
+
+    backbone: Expert
+    residuals: list[Expert]
+    """Of each expert: gate (k, D), up (k, D), down (D, k)."""
+    kept: list[Tensor]
+    """Of each expert: its k units, ascending, numbered as in the backbone. int64."""
+
+    def dense(self, expert: int) -> Expert:
+        """The expert as it will act."""
+        gate, up, down = self.backbone.gate_HD.clone(), self.backbone.up_HD.clone(), self.backbone.down_DH.clone()
+        rest, units = self.residuals[expert], self.kept[expert]
+        gate[units] += rest.gate_HD
+        up[units] += rest.up_HD
+        down[:, units] += rest.down_DH
+        return Expert(gate, up, down)
+
+
+def find_backbone(experts: Sequence[Expert], options: Options, progress: Progress | None = None) -> Backbone:
+    """The backbone that the options ask for."""
+    if options.backbone == "mean":
+        return mean_backbone(experts)
+    return barycenter(experts, max_rounds=options.max_rounds, progress=progress)
+
+
+def score(
+    experts: Sequence[Expert],
+    backbone: Backbone,
+    rows: Sequence[Tensor],
+    options: Options,
+    routing_E: Tensor | None = None,
+) -> list[Tensor]:
+    """Importance of every unit of every expert, (H,) each.
+
+    The expert that is scored is backbone + residual as it can be stored: in bf16 not quite the original.
+
+    Args:
+        experts: as in the model.
+        backbone: of these experts.
+        rows: calibration inputs of each expert, (N, D).
+        options: which importance.
+        routing_E: mean squared router probability, where the options ask for it.
+    """
+    importance = partial(IMPORTANCES[options.importance], activation=ACTIVATIONS[options.activation])
+    base = backbone.weights.to(torch.float32)
+    scores = []
+    for number, (expert, inputs) in enumerate(zip(experts, rows, strict=True)):
+        residual = expert.permuted(backbone.transport_EH[number]) - backbone.weights
+        found = importance(inputs, base + residual.to(torch.float32), base)
+        scores.append(found * routing_E[number] if options.routing_weight and routing_E is not None else found)
+    return scores
+
+
+def select(scores: Sequence[Tensor], options: Options) -> list[Tensor]:
+    """The units that each expert keeps."""
+    choose = select_layer if options.scope == "layer" else select_expert
+    return choose(scores, options.rho, options.min_units)
+
+
+def extract(experts: Sequence[Expert], backbone: Backbone, kept: Sequence[Tensor]) -> CompressedLayer:
+    """Take the residuals of the kept units."""
+    residuals = []
+    for expert, order, units in zip(experts, backbone.transport_EH, kept, strict=True):
+        base = backbone.weights
+        shared = Expert(base.gate_HD[units], base.up_HD[units], base.down_DH[:, units])
+        residuals.append(expert.permuted(order[units]) - shared)
+    return CompressedLayer(backbone.weights, residuals, list(kept))
+
+
+def compress_layer(
+    experts: Sequence[Expert],
+    rows: Sequence[Tensor],
+    options: Options,
+    routing_E: Tensor | None = None,
+    backbone: Backbone | None = None,
+) -> CompressedLayer:
+    """All of it: see `find_backbone`, `score`, `select`, `extract`."""
+    found = backbone or find_backbone(experts, options)
+    return extract(experts, found, select(score(experts, found, rows, options, routing_E), options))
