@@ -1,8 +1,8 @@
 """One backbone for all experts of a layer, and how each expert's units line up with it.
 
-Units of an expert can be reordered without changing its function, so experts are aligned before they are averaged. The
-barycenter is the free-support 2-Wasserstein barycenter with uniform weights and as many support points as units
-(PARSER, arXiv 2609.00575, after ResMoE): with equal sizes each transport plan is a permutation, so one round is one linear
+Units of an expert can be reordered without changing its function, so experts are aligned before they are averaged.
+The barycenter is the free-support 2-Wasserstein barycenter with uniform weights and as many points as units (PARSER,
+arXiv 2609.00575, after ResMoE): with equal sizes each transport plan is a permutation, so one round is one linear
 assignment for each expert and the mean of the reordered experts.
 """
 

@@ -1,4 +1,4 @@
-"""How much the output of an expert suffers when one of its units falls back to the backbone (PARSER, arXiv 2609.00575)."""
+"""How much an expert's output suffers when a unit of it falls back to the backbone (PARSER, arXiv 2609.00575)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,156 @@
+"""The stored form of compressed layers, format version 1, and its reader.
+
+A compressed checkpoint is a normal Hugging Face folder whose `config.json` has a `quantization_config` with
+`quant_method: parser`, and in which the routed experts of a compressed layer are these tensors (E experts, H hidden
+units, D model dimension, R kept units of all experts):
+
+    {experts}.backbone.gate_proj.weight   (H, D)
+    {experts}.backbone.up_proj.weight     (H, D)
+    {experts}.backbone.down_proj.weight   (D, H)
+    {experts}.residual.gate               (R, D)
+    {experts}.residual.up                 (R, D)
+    {experts}.residual.down               (R, D)     row r belongs to column indices[r] of down
+    {experts}.residual.indices            (R,)       int32, ascending within an expert
+    {experts}.residual.offsets            (E + 1,)   int32, expert e has rows offsets[e] to offsets[e + 1]
+
+Units are numbered as in the backbone: the permutation of each expert is applied, nothing else is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from forebay.compression.errors import CheckpointError
+from forebay.compression.experts import Expert
+from forebay.compression.layer import CompressedLayer
+
+FORMAT_VERSION = 1
+QUANT_METHOD = "parser"
+BACKBONE = ("backbone.gate_proj.weight", "backbone.up_proj.weight", "backbone.down_proj.weight")
+RESIDUAL = ("residual.gate", "residual.up", "residual.down")
+INDICES, OFFSETS = "residual.indices", "residual.offsets"
+NAMES = (*BACKBONE, *RESIDUAL, INDICES, OFFSETS)
+
+Get = Callable[[str], Tensor]
+Count = Annotated[int, Field(ge=0)]
+
+
+class ParserConfig(BaseModel):
+    """`quantization_config` of a compressed checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    quant_method: Literal["parser"] = QUANT_METHOD
+    format_version: Literal[1] = FORMAT_VERSION
+    rho: float = Field(ge=0, le=1)
+    """Share of the units that fell back to the backbone."""
+    activation: str
+    experts: int = Field(ge=1)
+    """Routed experts of every compressed layer."""
+    hidden_units: int = Field(ge=1)
+    """Hidden units of an expert, and so of the backbone."""
+    hidden_size: int = Field(ge=1)
+    kept: dict[int, list[Count]]
+    """Units that each expert keeps, by compressed layer."""
+    made_with: dict[str, Any] = {}
+    """Settings of the compression, for the reader's information."""
+
+    @property
+    def layers(self) -> list[int]:
+        """Compressed layers, ascending."""
+        return sorted(self.kept)
+
+
+def parse_config(found: Mapping[str, Any] | None) -> ParserConfig:
+    """Read a `quantization_config`.
+
+    Raises:
+        CheckpointError: it is missing, of another method or version, or damaged.
+    """
+    if not found or found.get("quant_method") != QUANT_METHOD:
+        method = (found or {}).get("quant_method")
+        raise CheckpointError(f"quant_method is {method!r}, not 'parser': this is no checkpoint of forebay compress")
+    if found.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"format_version {found.get('format_version')!r} is not the {FORMAT_VERSION} that this forebay reads; "
+            f"use the forebay that wrote it, or compress the model again"
+        )
+    try:
+        return ParserConfig.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"quantization_config.{place}: {first['msg']}") from None
+
+
+def to_tensors(prefix: str, layer: CompressedLayer) -> dict[str, Tensor]:
+    """A layer as it is stored."""
+    backbone = layer.backbone
+    values = [backbone.gate_HD, backbone.up_HD, backbone.down_DH]
+    values += [
+        torch.cat([rest.gate_HD for rest in layer.residuals]),
+        torch.cat([rest.up_HD for rest in layer.residuals]),
+    ]
+    values.append(torch.cat([rest.down_DH.T for rest in layer.residuals]))
+    counts = torch.tensor([0] + [len(units) for units in layer.kept])
+    values += [torch.cat(layer.kept).int(), counts.cumsum(0).int()]
+    return {f"{prefix}.{name}": value.contiguous() for name, value in zip(NAMES, values, strict=True)}
+
+
+def from_tensors(prefix: str, get: Get) -> CompressedLayer:
+    """The inverse of `to_tensors`, of a layer that `check_layer` found sound."""
+    gate, up, down, rest_gate, rest_up, rest_down, indices, offsets = [get(f"{prefix}.{name}") for name in NAMES]
+    sizes = offsets.diff().tolist()
+    parts = zip(rest_gate.split(sizes), rest_up.split(sizes), rest_down.split(sizes), strict=True)
+    residuals = [Expert(one, two, three.T) for one, two, three in parts]
+    return CompressedLayer(Expert(gate, up, down), residuals, [units.long() for units in indices.split(sizes)])
+
+
+def check_layer(prefix: str, layer: int, config: ParserConfig, get: Get, names: set[str]) -> None:
+    """Check every shape, type and index of one layer.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing or wrong.
+    """
+    missing = [name for name in NAMES if f"{prefix}.{name}" not in names]
+    if missing:
+        raise CheckpointError(f"{prefix}.{missing[0]} is missing; the checkpoint is damaged, compress the model again")
+    kept = config.kept[layer]
+    if len(kept) != config.experts:
+        raise CheckpointError(f"quantization_config.kept.{layer} has {len(kept)} experts, not {config.experts}")
+    rows, units, size = sum(kept), config.hidden_units, config.hidden_size
+    shapes = [(units, size), (units, size), (size, units), *[(rows, size)] * 3, (rows,), (config.experts + 1,)]
+    tensors = [get(f"{prefix}.{name}") for name in NAMES]
+    for name, tensor, shape in zip(NAMES, tensors, shapes, strict=True):
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{prefix}.{name} has shape {tuple(tensor.shape)}, not {shape}")
+    for name, tensor in zip(NAMES[:6], tensors, strict=False):
+        if not tensor.dtype.is_floating_point or not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{prefix}.{name} has values that are no finite numbers")
+    _check_indices(prefix, kept, units, tensors[-2], tensors[-1])
+
+
+def _check_indices(prefix: str, kept: list[int], units: int, indices: Tensor, offsets: Tensor) -> None:
+    for name, tensor in ((INDICES, indices), (OFFSETS, offsets)):
+        if tensor.dtype is not torch.int32:
+            raise CheckpointError(f"{prefix}.{name} is {tensor.dtype}, not int32")
+    expected = torch.tensor([0, *kept]).cumsum(0)
+    if not torch.equal(offsets.long(), expected):
+        raise CheckpointError(f"{prefix}.{OFFSETS} does not agree with the counts in quantization_config.kept")
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < units:
+        worst = int(indices.max()) if int(indices.max()) >= units else int(indices.min())
+        raise CheckpointError(f"{prefix}.{INDICES} has {worst}, outside the backbone's 0 to {units - 1}")
+    inside = torch.ones(max(len(indices) - 1, 0), dtype=torch.bool)
+    starts = offsets[1:-1].long()
+    inside[starts[(starts > 0) & (starts < len(indices))] - 1] = False
+    wrong = (inside & (indices.diff() <= 0)).nonzero()
+    if len(wrong):
+        row = int(wrong[0]) + 1
+        problem = "twice in" if indices[row] == indices[row - 1] else "out of order in"
+        expert = int(torch.searchsorted(offsets.long(), torch.tensor(row), right=True)) - 1
+        raise CheckpointError(f"{prefix}.{INDICES}: unit {int(indices[row])} is {problem} expert {expert}")
