@@ -274,36 +274,6 @@ void *queue_exit(Worker *worker)
 
 /* ---- the owner's side ---- */
 
-Op *op_new(uint32_t pieces)
-{
-    Op *op = calloc(1, sizeof *op + pieces * sizeof op->pieces[0]);
-    if (op)
-        op->count = pieces;
-    return op;
-}
-
-static bool fits_direct(const Geometry *geometry, const Op *op)
-{
-    if (op->count > MAX_IOVECS || op->length % geometry->length_alignment)
-        return false;
-    for (uint32_t i = 0; i < op->count; i++) {
-        uint64_t address = (uint64_t)(uintptr_t)op->pieces[i].iov_base;
-        if (!address || address % geometry->memory_alignment || op->pieces[i].iov_len % geometry->length_alignment)
-            return false;
-    }
-    return true;
-}
-
-void queue_classify(const Queue *queue, Op *op)
-{
-    const Geometry *geometry = &queue->geometry;
-    uint64_t mask = geometry->length_alignment - 1;
-    op->padded = (op->length + mask) & ~mask;
-    op->offset += geometry->start;
-    op->staged = !geometry->memory && !fits_direct(geometry, op);
-    op->region = -1;
-}
-
 void queue_submit(Queue *queue, Op *list, Batch *batch)
 {
     int64_t now = now_ns();
