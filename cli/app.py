@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from forebay.cli import bench, calibrate, demo, doctor, pool
+from forebay.cli import bench, calibrate, compress, demo, doctor, pool
 from forebay.cli.output import fail, messages
+from forebay.compression.errors import CompressionError
 from forebay.storage.errors import ForebayError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 app.command()(demo.demo)
 app.add_typer(pool.app, name="pool")
+app.add_typer(compress.app, name="compress")
 app.add_typer(bench.app, name="bench")
 
 
@@ -43,7 +45,7 @@ def forebay(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """A striped KV pool for LLM serving: warm prefixes come back from all your memory and SSDs at once.
+    """Plugins for LLM serving: a striped KV pool, and Mixture-of-Experts models served compressed.
 
     Exit codes: 0 all is well, 1 a problem was found, 2 the command line or the configuration is wrong.
     """
@@ -61,7 +63,7 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         sys.exit(1)
-    except (ForebayError, OSError) as error:
+    except (ForebayError, CompressionError, OSError) as error:
         sys.exit(fail(error))
 
 

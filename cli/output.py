@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from forebay.compression.errors import CompressionError
 from forebay.storage.errors import ConfigError, ForebayError
 
 OK = 0
@@ -48,7 +49,7 @@ def print_table(title: str, columns: Mapping[str, str], rows: list[list[str]]) -
     Console(highlight=False).print(table)
 
 
-def fail(error: ForebayError | OSError) -> int:
+def fail(error: ForebayError | CompressionError | OSError) -> int:
     """Print the error in one line, also as JSON where that was asked for, and return the exit code."""
     text = " ".join(str(error).split())
     messages.print(f"[bold red]error:[/] {text}", markup=True, soft_wrap=True)

@@ -45,8 +45,8 @@ class ParserConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    quant_method: Literal["parser"] = QUANT_METHOD
-    format_version: Literal[1] = FORMAT_VERSION
+    quant_method: Literal["parser"] = "parser"
+    format_version: Literal[1] = 1
     rho: float = Field(ge=0, le=1)
     """Share of the units that fell back to the backbone."""
     activation: str
@@ -92,10 +92,8 @@ def to_tensors(prefix: str, layer: CompressedLayer) -> dict[str, Tensor]:
     """A layer as it is stored."""
     backbone = layer.backbone
     values = [backbone.gate_HD, backbone.up_HD, backbone.down_DH]
-    values += [
-        torch.cat([rest.gate_HD for rest in layer.residuals]),
-        torch.cat([rest.up_HD for rest in layer.residuals]),
-    ]
+    values.append(torch.cat([rest.gate_HD for rest in layer.residuals]))
+    values.append(torch.cat([rest.up_HD for rest in layer.residuals]))
     values.append(torch.cat([rest.down_DH.T for rest in layer.residuals]))
     counts = torch.tensor([0] + [len(units) for units in layer.kept])
     values += [torch.cat(layer.kept).int(), counts.cumsum(0).int()]

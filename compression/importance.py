@@ -1,4 +1,4 @@
-"""How much an expert's output suffers when a unit of it falls back to the backbone (PARSER, arXiv 2609.00575)."""
+"""How much an expert's output suffers when one of its units becomes the backbone's (PARSER, arXiv 2609.00575)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def hidden(rows_ND: Tensor, expert: Expert, activation: Activation = functional.
 def output_importance(rows_ND: Tensor, full: Expert, base: Expert, activation: Activation = functional.silu) -> Tensor:
     """Mean squared change of the expert's output when unit j takes the backbone's weights in all three matrices.
 
-    I[j] = E[hf^2] |wf|^2 + E[hb^2] |wb|^2 - 2 E[hf hb] <wf, wb>, which is E |hf wf - hb wb|^2; never below 0. Effects of
-    several units together are not seen.
+    I[j] = E[hf^2] |wf|^2 + E[hb^2] |wb|^2 - 2 E[hf hb] <wf, wb>, which is E |hf wf - hb wb|^2; never below 0. What
+    several units do together is not seen.
 
     Args:
         rows_ND: inputs of this expert.

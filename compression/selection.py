@@ -35,7 +35,7 @@ def select_layer(scores: Sequence[Tensor], rho: float, min_units: int = MIN_UNIT
 
 
 def select_expert(scores: Sequence[Tensor], rho: float, min_units: int = MIN_UNITS) -> list[Tensor]:
-    """Keep the same share of every expert's units (`parser-e-sp`, the paper's ablation); otherwise as `select_layer`."""
+    """Keep the same share of every expert's units (`parser-e-sp`, the ablation); otherwise as `select_layer`."""
     return [
         torch.topk(expert, min(len(expert), max(min_units, target(rho, len(expert))))).indices.sort().values
         for expert in scores
