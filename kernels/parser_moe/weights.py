@@ -36,4 +36,4 @@ class ParserWeights:
     @property
     def experts(self) -> int:
         """E."""
-        return self.offsets_E1.shape[0] - 1
+        return int(self.offsets_E1.shape[0]) - 1
