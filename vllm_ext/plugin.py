@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 
 def register() -> None:
-    """Register the connector `ForebayConnector`, the offloading spec `ForebaySpec` and the tier `forebay`."""
+    """Register the connector `ForebayConnector`, the offloading spec `ForebaySpec`, the tier `forebay` and the
+    quantization method `parser`.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -23,8 +25,18 @@ def register() -> None:
         OffloadingSpecFactory.register_spec("ForebaySpec", "forebay.vllm_ext.spec", "ForebaySpec")
     if "forebay" not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier("forebay", "forebay.vllm_ext.tier", "ForebayTier")
-    _log_like_vllm()
+    _register_parser()
+    log_like_vllm()
     check_command_line(sys.argv)
+
+
+def _register_parser() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+
+    if "parser" not in QUANTIZATION_METHODS:
+        from forebay.vllm_ext.parser.config import ParserQuantConfig
+
+        register_quantization_config("parser")(ParserQuantConfig)
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
@@ -58,8 +70,11 @@ def _check_pool(extra: dict[str, object]) -> None:
         raise SystemExit(f"forebay: {error}") from None
 
 
-def _log_like_vllm() -> None:
-    """Send forebay's log lines where vLLM's go, unless the user has configured them."""
+def log_like_vllm() -> None:
+    """Send forebay's log lines where vLLM's go, unless the user has configured them.
+
+    Without effect until vLLM has set up its own logging, which may be later than it loads plugins.
+    """
     ours, theirs = logging.getLogger("forebay"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.handlers = list(theirs.handlers)

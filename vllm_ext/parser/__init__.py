@@ -1,0 +1,1 @@
+"""Serving of compressed checkpoints in vLLM: the quantization method `parser`."""

@@ -1,0 +1,121 @@
+"""How vLLM runs the routed experts of a compressed layer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+import forebay.kernels.parser_moe.ops  # noqa: F401  registers torch.ops.forebay.parser_moe
+from forebay.compression.checkpoint import ParserConfig
+from forebay.compression.sharding import EngineError, check_ranks
+from forebay.vllm_ext.parser.loading import PARAMETERS, LayerLoader
+from forebay.vllm_ext.parser.report import LoadReport
+
+ACTIVATION = "silu"
+
+
+def check_engine(parser: ParserConfig) -> None:
+    """Refuse what compressed experts cannot do, before vLLM fails on it in its own words.
+
+    Raises:
+        EngineError: naming the option.
+    """
+    config = get_current_vllm_config()
+    parallel = config.parallel_config
+    refused = {
+        "--enable-expert-parallel": parallel.enable_expert_parallel,
+        "--enable-eplb": parallel.enable_eplb,
+        f"--data-parallel-size {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
+        "--enable-lora": config.lora_config is not None,
+    }
+    for option, given in refused.items():
+        if given:
+            raise EngineError(
+                f"{option} does not work with a compressed checkpoint, whose experts share one backbone; "
+                f"leave it out (--tensor-parallel-size works), or serve the output of forebay compress restore"
+            )
+    check_ranks(parser.hidden_units, parallel.tensor_parallel_size)
+
+
+class ParserMoEMethod(FusedMoEMethodBase):
+    """Backbone once per token, residuals per token and expert (PARSER, arXiv 2609.00575).
+
+    Raises:
+        EngineError: the model asks for what the kernels do not compute.
+    """
+
+    def __init__(self, layer: Any, parser: ParserConfig, number: int, report: LoadReport) -> None:
+        super().__init__(layer.moe_config)
+        self.parser = parser
+        self.number = number
+        self.report = report
+        self.loader = LayerLoader(layer.layer_name, number, parser)
+        self.complete = False
+        report.created += 1
+        self._check(layer)
+
+    def _check(self, layer: Any) -> None:
+        found = {layer.activation.value, self.parser.activation}
+        if found != {ACTIVATION}:
+            raise EngineError(f"activation {(found - {ACTIVATION}).pop()!r} is not computed, only {ACTIVATION!r} is")
+        if layer.apply_router_weight_on_input:
+            raise EngineError("router weights applied to the experts' input are not computed, only to their output")
+        if layer.moe_config.num_experts != self.parser.experts:
+            raise EngineError(
+                f"the model has {layer.moe_config.num_experts} experts, quantization_config {self.parser.experts}"
+            )
+
+    def create_weights(self, layer: Any, *sizes: Any, params_dtype: torch.dtype, **options: Any) -> None:
+        """Register one parameter for each tensor, empty until all of them are there."""
+        for parameter in PARAMETERS:
+            dtype = torch.int32 if parameter.endswith(("indices", "offsets")) else params_dtype
+            empty = Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+            empty.weight_loader = partial(self._load, layer, parameter)
+            layer.register_parameter(parameter, empty)
+
+    def _load(self, layer: Any, name: str, param: Parameter, loaded_weight: Tensor, *_: Any, **__: Any) -> bool:
+        if self.loader.add(PARAMETERS[name], loaded_weight):
+            self._finish(layer)
+        return True
+
+    def _finish(self, layer: Any) -> None:
+        weights = self.loader.finish(self.moe.tp_rank, self.moe.tp_size)
+        for parameter, field in zip(PARAMETERS, weights.__dataclass_fields__, strict=True):
+            target = getattr(layer, parameter)
+            target.data = getattr(weights, field).to(target.device, target.dtype).contiguous()
+        self.complete = True
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Say what was loaded.
+
+        Raises:
+            CheckpointError: a tensor of the layer never came.
+        """
+        if not self.complete:
+            self._finish(layer)
+        weights = [getattr(layer, parameter) for parameter in PARAMETERS]
+        kernel = "Triton" if weights[0].is_cuda else "CPU kernel"
+        dense = 3 * self.parser.experts * weights[0].nbytes
+        self.report.add(sum(weight.nbytes for weight in weights), dense, kernel)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: none of vLLM's own kernels runs."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """This rank's part of the routed experts' output, (T, D); vLLM adds up the ranks."""
+        weights = [getattr(layer, parameter) for parameter in PARAMETERS]
+        return torch.ops.forebay.parser_moe(x, topk_weights, topk_ids, *weights, ACTIVATION)
