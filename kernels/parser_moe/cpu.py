@@ -1,0 +1,102 @@
+"""Forward pass on the CPU: our C kernels, found by what the processor can do.
+
+Two parallel loops, both free of conflicts, so that results do not depend on the number of threads:
+
+* over hidden units: the backbone's gate and up rows for all tokens, then per expert its kept units among them;
+* over columns of the output: the backbone's down for all tokens, then per expert the down rows of its kept units.
+
+Weights are read as they lie, row-major, in their own type and converted in registers; everything else is float32.
+Shape letters as in `weights.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch  # before the kernels: both must share torch's OpenMP
+
+from forebay.kernels.parser_moe import _cpu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forebay.kernels.parser_moe.weights import ParserWeights
+
+VARIANTS = tuple(_cpu.variants())
+"""Instruction sets that this processor can run, best first."""
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+def forward(
+    x_TD: Tensor,
+    topk_weights_TK: Tensor,
+    topk_ids_TK: Tensor,
+    weights: ParserWeights,
+    activation: str,
+    *,
+    variant: str = VARIANTS[0],
+) -> Tensor:
+    """The routed experts' output for every token, in the type of `x_TD`.
+
+    Args:
+        x_TD: tokens, of any floating type.
+        topk_weights_TK: the router's weight of each chosen expert.
+        topk_ids_TK: the chosen experts; others than 0 to E - 1 are skipped.
+        weights: contiguous, all float32, all bfloat16 or all float16.
+        activation: `silu`, `gelu` (with erf) or `gelu_tanh`.
+        variant: one of `VARIANTS`.
+
+    Raises:
+        ValueError: a shape, a type, the layout or the activation is not one of these.
+    """
+    sizes = _sizes(x_TD, topk_weights_TK, topk_ids_TK, weights)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; the kernels know {', '.join(ACTIVATIONS)}")
+    y_TD = torch.empty(x_TD.shape, dtype=torch.float32)
+    inputs = (
+        x_TD.to(torch.float32).contiguous(),
+        topk_weights_TK.to(torch.float32).contiguous(),
+        topk_ids_TK.to(torch.int32).contiguous(),
+    )
+    addresses = tuple(tensor.data_ptr() for tensor in (y_TD, *inputs, *_tensors(weights)))
+    threads = torch.get_num_threads()
+    _cpu.forward(variant, ELEMENTS[weights.gate_HD.dtype], ACTIVATIONS[activation], threads, addresses, sizes)
+    return y_TD.to(x_TD.dtype)
+
+
+def _tensors(weights: ParserWeights) -> tuple[Tensor, ...]:
+    return (
+        weights.gate_HD,
+        weights.up_HD,
+        weights.down_DH,
+        weights.residual_gate_RD,
+        weights.residual_up_RD,
+        weights.residual_down_RD,
+        weights.indices_R,
+        weights.offsets_E1,
+    )
+
+
+def _sizes(x_TD: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, weights: ParserWeights) -> tuple[int, ...]:
+    """T, K, E, H, D and R, after checking that everything has the shape, type and layout that the kernels read."""
+    (tokens, model), (top_k, hidden) = x_TD.shape, (topk_ids_TK.shape[1], weights.gate_HD.shape[0])
+    kept, experts = weights.indices_R.shape[0], weights.experts
+    if topk_weights_TK.shape != (tokens, top_k) or topk_ids_TK.shape != (tokens, top_k):
+        raise ValueError(
+            f"router weights {tuple(topk_weights_TK.shape)} and ids {tuple(topk_ids_TK.shape)} must both be "
+            f"({tokens}, K) for {tokens} tokens"
+        )
+    dtype = weights.gate_HD.dtype
+    if dtype not in ELEMENTS:
+        raise ValueError(f"weights are {dtype}; the CPU kernels read float32, bfloat16 and float16")
+    rows, columns, kept_rows = (hidden, model), (model, hidden), (kept, model)
+    shapes = (rows, rows, columns, kept_rows, kept_rows, kept_rows, (kept,), (experts + 1,))
+    types = (dtype,) * 6 + (torch.int32,) * 2
+    for tensor, shape, expected, name in zip(_tensors(weights), shapes, types, weights.__slots__, strict=True):
+        if tensor.shape != shape or tensor.dtype != expected or not tensor.is_contiguous() or not tensor.is_cpu:
+            raise ValueError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on "
+                f"{tensor.device}; the kernels need contiguous {expected} of shape {shape} in host memory"
+            )
+    return tokens, top_k, experts, hidden, model, kept

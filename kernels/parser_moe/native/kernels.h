@@ -1,0 +1,234 @@
+/* The kernels for weights of one ELEMENT type; included once per type and instruction set. */
+
+/* ---- rows of activations times rows of weights ---- */
+
+INLINE Vector NAME(load_some)(const ELEMENT *from, long count)
+{
+    ELEMENT some[LANES] = {0};
+    __builtin_memcpy(some, from, sizeof(ELEMENT) * (size_t)count);
+    return LOAD(some);
+}
+
+/* total[n][m] += a[m][k:] * b[n][k:], `count` elements. */
+INLINE void NAME(step)(Vector total[WIDE][TALL], const float *const *a, const ELEMENT *const *b, long k, long count,
+                       const int ma, const int nb)
+{
+    Vector right[WIDE];
+    for (int n = 0; n < nb; n++)
+        right[n] = count == LANES ? LOAD(b[n] + k) : NAME(load_some)(b[n] + k, count);
+    for (int m = 0; m < ma; m++) {
+        Vector left = load_f32(a[m] + k);
+        for (int n = 0; n < nb; n++)
+            total[n][m] += left * right[n];
+    }
+}
+
+/* out[m][n] (+)= a[m] . b[n] over [from, to) for m < `ma`, n < `nb`, which are constants where this is inlined. */
+INLINE void NAME(dots)(const float *const *a, const ELEMENT *const *b, long from, long to, float *out, long stride,
+                       const int ma, const int nb)
+{
+    Vector total[WIDE][TALL] = {0};
+    long k = from;
+    for (; k + LANES <= to; k += LANES)
+        NAME(step)(total, a, b, k, LANES, ma, nb);
+    if (k < to)
+        NAME(step)(total, a, b, k, to - k, ma, nb);
+    for (int n = 0; n < nb; n++) {
+        Quad all = sums(total[n]);
+        for (int m = 0; m < ma; m++)
+            out[m * stride + n] = from ? out[m * stride + n] + all[m] : all[m];
+    }
+}
+
+#define DOTS(M, N) case M * 8 + N: NAME(dots)(a, b, from, to, out, stride, M, N); break;
+#define DOTS_OF(M) DOTS(M, 1) DOTS(M, 2) DOTS(M, 3)
+
+static void NAME(tile)(const float *const *a, const ELEMENT *const *b, long from, long to, float *out, long stride,
+                       long ma, long nb)
+{
+    switch (ma * 8 + nb) {
+        DOTS_OF(1) DOTS_OF(2) DOTS_OF(3) DOTS_OF(4)
+    }
+}
+
+#undef DOTS
+#undef DOTS_OF
+
+static void NAME(tiles)(const float *const *a, long ma, const ELEMENT *const *b, long nb, long from, long to,
+                        float *out, long stride)
+{
+    for (long m = 0; m < ma; m += TALL)
+        for (long n = 0; n < nb; n += WIDE)
+            NAME(tile)(a + m, b + n, from, to, out + m * stride + n, stride, at_most(TALL, ma - m),
+                       at_most(WIDE, nb - n));
+}
+
+/* Few rows of a: weights are converted in registers. A block of them stays in the second-level cache while the rows
+ * of a pass, TALL at a time, through the first. */
+static void NAME(multiply_few)(const float *const *a, long ma, const ELEMENT *const *b, long nb, long length,
+                               float *out, long stride)
+{
+    long block = ma <= TALL ? WIDE : SMALL_BLOCK;
+    for (long n = 0; n < nb; n += block)
+        for (long from = 0; from < length; from += DEPTH)
+            NAME(tiles)(a, ma, b + n, at_most(block, nb - n), from, at_most(from + DEPTH, length), out + n, stride);
+}
+
+/* `count` elements as floats, with zeros up to a whole vector. */
+static void NAME(unpack)(float *to, const ELEMENT *from, long count)
+{
+    long i = 0;
+    for (; i + LANES <= count; i += LANES)
+        store(to + i, LOAD(from + i));
+    if (i < count)
+        store(to + i, NAME(load_some)(from + i, count - i));
+}
+
+/* Many rows of a: blocks of weights are first converted, and laid close together so that they do not evict each other. */
+static void NAME(multiply_many)(const float *const *a, long ma, const ELEMENT *const *b, long nb, long length,
+                                float *out, long stride, float *block)
+{
+    for (long n = 0; n < nb; n += BLOCK)
+        for (long from = 0; from < length; from += DEPTH) {
+            long rows = at_most(BLOCK, nb - n), count = at_most(DEPTH, length - from);
+            const float *packed[BLOCK];
+            for (long i = 0; i < rows; i++) {
+                NAME(unpack)(block + i * (DEPTH + LANES), b[n + i] + from, count);
+                packed[i] = block + i * (DEPTH + LANES) - from;
+            }
+            tiles_f32(a, ma, packed, rows, from, from + (count + LANES - 1) / LANES * LANES, out + n, stride);
+        }
+}
+
+/* out[m][n] = a[m] . b[n]. The order of summation depends on `length` alone. */
+static void NAME(multiply)(const float *const *a, long ma, long nb, long length, float *out, long stride,
+                           Scratch *scratch)
+{
+    const ELEMENT *const *b = (const ELEMENT *const *)scratch->rows;
+    if (ma <= FEW)
+        NAME(multiply_few)(a, ma, b, nb, length, out, stride);
+    else
+        NAME(multiply_many)(a, ma, b, nb, length, out, stride, scratch->block);
+}
+
+/* ---- hidden units ---- */
+
+static long NAME(list)(const void **rows, const void *matrix, long from, long to, long length)
+{
+    for (long i = from; i < to; i++)
+        *rows++ = (const ELEMENT *)matrix + i * length;
+    return to - from;
+}
+
+/* The backbone's hidden values, in scratch->base, and weighted by all experts of the token in plan->hidden_TH. */
+static void NAME(backbone_hidden)(const Layer *layer, const Plan *plan, Scratch *scratch, long from, long to)
+{
+    long count = to - from;
+    NAME(list)(scratch->rows, layer->gate_HD, from, to, layer->model);
+    NAME(list)(scratch->rows + count, layer->up_HD, from, to, layer->model);
+    NAME(multiply)(plan->x, layer->tokens, 2 * count, layer->model, scratch->gate_up, 2 * count, scratch);
+    for (long t = 0; t < layer->tokens; t++) {
+        const float *gate = scratch->gate_up + 2 * count * t;
+        float *base = scratch->base + count * t, *hidden = plan->hidden[t] + from;
+        __builtin_memcpy(scratch->gate, gate, sizeof(float) * count);
+        __builtin_memcpy(scratch->up, gate + count, sizeof(float) * count);
+        activate(scratch->gate, scratch->up, count, layer->activation);
+        __builtin_memcpy(base, scratch->gate, sizeof(float) * count);
+        for (long i = 0; i < count; i++)
+            hidden[i] = plan->weight_T[t] * base[i];
+    }
+}
+
+/* Kept units [first, last) of R, all within the hidden units [from, to), for one token of the group. */
+static void NAME(correct)(const Layer *layer, const Plan *plan, Scratch *scratch, const Group *group, long pair,
+                          long first, long last, long from, long to)
+{
+    long count = last - first, width = to - from, token = group->token[pair];
+    const int32_t *unit = layer->indices_R + first;
+    const float *gate = scratch->gate_up + 2 * width * token - from, *up = gate + width;
+    const float *base = scratch->base + width * token - from, *residual = scratch->residual + 2 * count * pair;
+    float *total = plan->hidden[token], weight = group->weight[pair];
+    float *weighted = group->hidden + group->kept * pair + first - group->first;
+    for (long i = 0; i < count; i++) {
+        scratch->gate[i] = gate[unit[i]] + residual[i];
+        scratch->up[i] = up[unit[i]] + residual[count + i];
+    }
+    activate(scratch->gate, scratch->up, count, layer->activation);
+    for (long i = 0; i < count; i++) {
+        weighted[i] = weight * scratch->gate[i];
+        total[unit[i]] += weighted[i] - weight * base[unit[i]];
+    }
+}
+
+static void NAME(hidden)(const Layer *layer, const Plan *plan, Scratch *scratch, long from, long to)
+{
+    NAME(backbone_hidden)(layer, plan, scratch, from, to);
+    for (const Group *group = plan->groups; group < plan->groups + plan->count; group++) {
+        long end = group->first + group->kept;
+        long first = lower_bound(layer->indices_R, group->first, end, from);
+        long last = lower_bound(layer->indices_R, first, end, to), count = last - first;
+        if (!count)
+            continue;
+        NAME(list)(scratch->rows, layer->residual_gate_RD, first, last, layer->model);
+        NAME(list)(scratch->rows + count, layer->residual_up_RD, first, last, layer->model);
+        NAME(multiply)(group->x, group->pairs, 2 * count, layer->model, scratch->residual, 2 * count, scratch);
+        for (long pair = 0; pair < group->pairs; pair++)
+            NAME(correct)(layer, plan, scratch, group, pair, first, last, from, to);
+    }
+}
+
+/* ---- output ---- */
+
+INLINE float NAME(scalar)(ELEMENT x) { return NAME(load_some)(&x, 1)[0]; }
+
+/* y[m][from:to] += sum over i < `count`, a constant where this is inlined, of a[m][i] b[i][from:to]. */
+INLINE void NAME(axpy)(float *const *y, const float *a, long stride, long ma, const ELEMENT *b, long model, long from,
+                       long to, const int count)
+{
+    long d = from;
+    for (; d + 2 * LANES <= to; d += 2 * LANES) {
+        Vector left[STEP], right[STEP];
+        for (int i = 0; i < count; i++) {
+            left[i] = LOAD(b + i * model + d);
+            right[i] = LOAD(b + i * model + d + LANES);
+        }
+        for (long m = 0; m < ma; m++) {
+            Vector first = load_f32(y[m] + d), second = load_f32(y[m] + d + LANES);
+            for (int i = 0; i < count; i++) {
+                Vector factor = splat(a[m * stride + i]);
+                first += factor * left[i];
+                second += factor * right[i];
+            }
+            store(y[m] + d, first);
+            store(y[m] + d + LANES, second);
+        }
+    }
+    for (; d < to; d++)
+        for (long m = 0; m < ma; m++)
+            for (int i = 0; i < count; i++)
+                y[m][d] += a[m * stride + i] * NAME(scalar)(b[i * model + d]);
+}
+
+#define AXPY(N) case N: NAME(axpy)(group->y, a, group->kept, group->pairs, b, layer->model, from, to, N); break;
+
+static void NAME(residual_output)(const Layer *layer, const Group *group, long from, long to)
+{
+    for (long r = 0; r < group->kept; r += STEP) {
+        const float *a = group->hidden + r;
+        const ELEMENT *b = (const ELEMENT *)layer->residual_down_RD + (group->first + r) * layer->model;
+        switch (at_most(STEP, group->kept - r)) {
+            AXPY(1) AXPY(2) AXPY(3) AXPY(4) AXPY(5) AXPY(6)
+        }
+    }
+}
+
+#undef AXPY
+
+static void NAME(output)(const Layer *layer, const Plan *plan, Scratch *scratch, long from, long to)
+{
+    long count = NAME(list)(scratch->rows, layer->down_DH, from, to, layer->hidden);
+    NAME(multiply)((const float *const *)plan->hidden, layer->tokens, count, layer->hidden, layer->y_TD + from,
+                   layer->model, scratch);
+    for (const Group *group = plan->groups; group < plan->groups + plan->count; group++)
+        NAME(residual_output)(layer, group, from, to);
+}

@@ -1,0 +1,250 @@
+/* Tokens sorted by expert, scratch memory, and the two parallel loops of a forward pass.
+ *
+ * Threads are OpenMP's, because torch's are: both share one libgomp, so the thread pool that torch warmed up is used
+ * and `torch.set_num_threads` and the engine's core binding hold here too.
+ */
+#include "layer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    TILE = 2048,            /* tokens at a time: bounds the memory, and is far beyond where speed saturates */
+    LINE = 64,              /* bytes */
+};
+
+static long min_long(long a, long b) { return a < b ? a : b; }
+static long max_long(long a, long b) { return a > b ? a : b; }
+static long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
+
+const char *layer_problem(const Layer *layer)
+{
+    const int32_t *offsets = layer->offsets_E1, *indices = layer->indices_R;
+    if (offsets[0] != 0 || offsets[layer->experts] != layer->kept)
+        return "offsets must go from 0 to the number of kept units";
+    for (long e = 0; e < layer->experts; e++) {
+        if (offsets[e] > offsets[e + 1] || offsets[e + 1] > layer->kept)
+            return "offsets must not descend";
+        int bad = 0;
+        for (long r = offsets[e] + 1; r < offsets[e + 1]; r++)
+            bad |= indices[r] <= indices[r - 1];
+        if (bad)
+            return "indices must ascend within an expert";
+        if (offsets[e] < offsets[e + 1] && (indices[offsets[e]] < 0 || indices[offsets[e + 1] - 1] >= layer->hidden))
+            return "indices must be hidden units of the backbone";
+    }
+    return NULL;
+}
+
+/* ---- one block of memory cut into pieces: called once to learn the size, once to cut ---- */
+
+static void *take(char **next, size_t bytes)
+{
+    char *piece = *next;
+    *next += round_up((long)bytes, LINE);
+    return piece;
+}
+
+/* ---- plan ---- */
+
+static int32_t expert_of(const Layer *layer, long pair)
+{
+    int32_t expert = layer->topk_ids_TK[pair];
+    return expert >= 0 && expert < layer->experts ? expert : -1;
+}
+
+static long kept_of(const Layer *layer, long expert)
+{
+    return layer->offsets_E1[expert + 1] - layer->offsets_E1[expert];
+}
+
+/* start[e] .. start[e + 1]: the places of expert e's pairs in sorted order. Returns hidden values of all pairs. */
+static size_t count_pairs(const Layer *layer, int32_t *start)
+{
+    size_t hidden = 0;
+    memset(start, 0, sizeof(*start) * (size_t)(layer->experts + 1));
+    for (long pair = 0; pair < layer->tokens * layer->top_k; pair++) {
+        int32_t expert = expert_of(layer, pair);
+        if (expert < 0)
+            continue;
+        start[expert + 1]++;
+        hidden += (size_t)kept_of(layer, expert);
+    }
+    for (long e = 0; e < layer->experts; e++)
+        start[e + 1] += start[e];
+    return hidden;
+}
+
+typedef struct {
+    int32_t *token;
+    float *weight;
+    const float **x;
+    float **y;
+    float *hidden;
+    float *x_TD, *hidden_TH;
+} Arrays;
+
+/* Whole vectors may be read at the end, and rows a power of two apart would fall into the same sets of a cache. */
+static size_t row_stride(long length) { return (size_t)round_up(length, ROUND) + ROUND; }
+
+
+static void cut_plan(const Layer *layer, Plan *plan, Arrays *arrays, size_t hidden, char **next)
+{
+    size_t tokens = (size_t)layer->tokens, count = tokens * (size_t)layer->top_k;
+    plan->groups = take(next, sizeof(Group) * (size_t)layer->experts);
+    plan->x = take(next, sizeof(float *) * tokens);
+    plan->hidden = take(next, sizeof(float *) * tokens);
+    plan->weight_T = take(next, sizeof(float) * tokens);
+    arrays->x_TD = take(next, sizeof(float) * tokens * row_stride(layer->model));
+    arrays->hidden_TH = take(next, sizeof(float) * tokens * row_stride(layer->hidden));
+    arrays->token = take(next, sizeof(int32_t) * count);
+    arrays->weight = take(next, sizeof(float) * count);
+    arrays->x = take(next, sizeof(float *) * count);
+    arrays->y = take(next, sizeof(float *) * count);
+    arrays->hidden = take(next, sizeof(float) * hidden);
+}
+
+static float *padded(float *row, long length)
+{
+    memset(row + length, 0, sizeof(float) * (row_stride(length) - (size_t)length));
+    return row;
+}
+
+static void fill_tokens(const Layer *layer, Plan *plan, const Arrays *arrays)
+{
+    for (long t = 0; t < layer->tokens; t++) {
+        float *row = padded(arrays->x_TD + (size_t)t * row_stride(layer->model), layer->model);
+        plan->x[t] = memcpy(row, layer->x_TD + t * layer->model, sizeof(float) * (size_t)layer->model);
+        plan->hidden[t] = padded(arrays->hidden_TH + (size_t)t * row_stride(layer->hidden), layer->hidden);
+        plan->weight_T[t] = 0;
+    }
+}
+
+/* Moves start[e] to the end of expert e's pairs, which is where expert e + 1 began. */
+static void fill_pairs(const Layer *layer, Plan *plan, Arrays *arrays, int32_t *start)
+{
+    for (long pair = 0; pair < layer->tokens * layer->top_k; pair++) {
+        int32_t expert = expert_of(layer, pair);
+        if (expert < 0)
+            continue;
+        long token = pair / layer->top_k, place = start[expert]++;
+        arrays->token[place] = (int32_t)token;
+        arrays->weight[place] = layer->topk_weights_TK[pair];
+        arrays->x[place] = plan->x[token];
+        arrays->y[place] = layer->y_TD + token * layer->model;
+        plan->weight_T[token] += layer->topk_weights_TK[pair];
+    }
+}
+
+static void fill_groups(const Layer *layer, Plan *plan, Arrays *arrays, const int32_t *end)
+{
+    float *hidden = arrays->hidden;
+    plan->count = plan->most = 0;
+    for (long e = 0; e < layer->experts; e++) {
+        long first = e ? end[e - 1] : 0, kept = kept_of(layer, e), count = end[e] - first;
+        if (!count || !kept)
+            continue;
+        plan->groups[plan->count++] = (Group){
+            .first = layer->offsets_E1[e], .kept = kept, .pairs = count, .token = arrays->token + first,
+            .weight = arrays->weight + first, .x = arrays->x + first, .y = arrays->y + first, .hidden = hidden};
+        plan->most = max_long(plan->most, count);
+        hidden += count * kept;
+    }
+}
+
+static int make_plan(const Layer *layer, Plan *plan)
+{
+    char *size = NULL;
+    Arrays arrays;
+    int32_t *start = malloc(sizeof(*start) * (size_t)(layer->experts + 1));
+    if (!start)
+        return -1;
+    size_t hidden = count_pairs(layer, start);
+    cut_plan(layer, plan, &arrays, hidden, &size);
+    plan->memory = aligned_alloc(LINE, (size_t)(size - (char *)NULL));
+    if (plan->memory) {
+        char *next = plan->memory;
+        cut_plan(layer, plan, &arrays, hidden, &next);
+        fill_tokens(layer, plan, &arrays);
+        fill_pairs(layer, plan, &arrays, start);
+        fill_groups(layer, plan, &arrays, start);
+    }
+    free(start);
+    return plan->memory ? 0 : -1;
+}
+
+/* ---- scratch ---- */
+
+static void cut_scratch(Scratch *scratch, size_t tokens, size_t pairs, size_t width, char **next)
+{
+    scratch->rows = take(next, sizeof(void *) * 2 * width);
+    scratch->gate_up = take(next, sizeof(float) * tokens * 2 * width);
+    scratch->base = take(next, sizeof(float) * tokens * width);
+    scratch->residual = take(next, sizeof(float) * pairs * 2 * width);
+    scratch->block = take(next, sizeof(float) * BLOCK * (DEPTH + ROUND));
+    scratch->gate = take(next, sizeof(float) * (width + ROUND));
+    scratch->up = take(next, sizeof(float) * (width + ROUND));
+}
+
+static int make_scratch(Scratch *scratch, size_t tokens, size_t pairs, size_t width)
+{
+    char *size = NULL;
+    cut_scratch(scratch, tokens, pairs, width, &size);
+    scratch->memory = aligned_alloc(LINE, (size_t)(size - (char *)NULL));
+    char *next = scratch->memory;
+    if (next)
+        cut_scratch(scratch, tokens, pairs, width, &next);
+    return next ? 0 : -1;
+}
+
+/* ---- forward ---- */
+
+/* Columns per piece of work: few enough pieces that rows are read in long runs, enough that threads end together. */
+static long piece(long columns, int threads)
+{
+    return min_long(256, round_up((columns + 4 * threads - 1) / (4 * threads), ROUND));
+}
+
+static int forward_tile(const Layer *layer, const Kernels *kernels, int threads)
+{
+    long units = piece(layer->hidden, threads), columns = piece(layer->model, threads);
+    Plan plan;
+    int failed = make_plan(layer, &plan);
+    if (failed)
+        return -1;
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch scratch;
+        if (make_scratch(&scratch, (size_t)layer->tokens, (size_t)plan.most, (size_t)max_long(units, columns))) {
+#pragma omp atomic write
+            failed = -1;
+        }
+#pragma omp barrier
+        if (!failed) {
+#pragma omp for schedule(dynamic, 1)
+            for (long from = 0; from < layer->hidden; from += units)
+                kernels->hidden(layer, &plan, &scratch, from, min_long(from + units, layer->hidden));
+#pragma omp for schedule(dynamic, 1)
+            for (long from = 0; from < layer->model; from += columns)
+                kernels->output(layer, &plan, &scratch, from, min_long(from + columns, layer->model));
+        }
+        free(scratch.memory);
+    }
+    free(plan.memory);
+    return failed;
+}
+
+int layer_forward(const Layer *layer, const Kernels *kernels, int threads)
+{
+    for (long first = 0; first < layer->tokens; first += TILE) {
+        Layer tile = *layer;
+        tile.tokens = min_long(TILE, layer->tokens - first);
+        tile.x_TD += first * layer->model;
+        tile.y_TD += first * layer->model;
+        tile.topk_weights_TK += first * layer->top_k;
+        tile.topk_ids_TK += first * layer->top_k;
+        if (forward_tile(&tile, kernels, threads))
+            return -1;
+    }
+    return 0;
+}

@@ -1,0 +1,99 @@
+/* Python's view of the layer: `forward` on addresses, checked by cpu.py. Stable ABI, Python 3.11 and later. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "layer.h"
+
+#include <string.h>
+
+typedef struct {
+    const char *name;
+    const Kernels *kernels;
+} Variant;
+
+/* Those this processor can run, best first. */
+static const Variant *variants(void)
+{
+    static Variant found[4];
+    int count = 0;
+#ifdef __x86_64__
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        found[count++] = (Variant){"avx512", avx512_kernels};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        found[count++] = (Variant){"avx2", avx2_kernels};
+#endif
+    found[count] = (Variant){"portable", portable_kernels};
+    return found;
+}
+
+static PyObject *variant_names(PyObject *self, PyObject *args)
+{
+    (void)self, (void)args;
+    PyObject *names = PyList_New(0);
+    for (const Variant *variant = variants(); names && variant->name; variant++) {
+        PyObject *name = PyUnicode_FromString(variant->name);
+        if (!name || PyList_Append(names, name))
+            Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+static const Kernels *kernels_of(const char *name, int element)
+{
+    for (const Variant *variant = variants(); variant->name; variant++)
+        if (!strcmp(variant->name, name) && element >= 0 && element < ELEMENTS)
+            return variant->kernels + element;
+    PyErr_Format(PyExc_ValueError, "no kernels of variant %s for element type %d on this processor", name, element);
+    return NULL;
+}
+
+static PyObject *forward(PyObject *self, PyObject *args)
+{
+    (void)self;
+    unsigned long long address[12];
+    Layer layer;
+    const char *variant;
+    int element, threads, result;
+    if (!PyArg_ParseTuple(args, "siii(KKKKKKKKKKKK)(llllll)", &variant, &element, &layer.activation, &threads, &address[0],
+                          &address[1], &address[2], &address[3], &address[4], &address[5], &address[6], &address[7],
+                          &address[8], &address[9], &address[10], &address[11], &layer.tokens, &layer.top_k,
+                          &layer.experts, &layer.hidden, &layer.model, &layer.kept))
+        return NULL;
+    const Kernels *kernels = kernels_of(variant, element);
+    if (!kernels)
+        return NULL;
+    if (layer.activation < 0 || layer.activation >= ACTIVATIONS || threads < 1)
+        return PyErr_Format(PyExc_ValueError, "no activation %d, or fewer than one thread: %d", layer.activation, threads);
+    const void *at[12];
+    for (int i = 0; i < 12; i++)
+        at[i] = (const void *)(uintptr_t)address[i];
+    layer.y_TD = (float *)(uintptr_t)address[0];
+    layer.x_TD = at[1], layer.topk_weights_TK = at[2], layer.topk_ids_TK = at[3];
+    layer.gate_HD = at[4], layer.up_HD = at[5], layer.down_DH = at[6];
+    layer.residual_gate_RD = at[7], layer.residual_up_RD = at[8], layer.residual_down_RD = at[9];
+    layer.indices_R = at[10], layer.offsets_E1 = at[11];
+    const char *problem = layer_problem(&layer);
+    if (problem) {
+        PyErr_SetString(PyExc_ValueError, problem);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    result = layer_forward(&layer, kernels, threads);
+    Py_END_ALLOW_THREADS
+    if (result)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"forward", forward, METH_VARARGS, "One layer; see cpu.py for the order of the addresses and sizes."},
+    {"variants", variant_names, METH_NOARGS, "Names of the kernels that this processor can run, best first."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__cpu(void) { return PyModule_Create(&definition); }
