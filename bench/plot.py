@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forebay.bench.kv.bars import BARS
 from forebay.storage.errors import ForebayError
 
 GOOD, BAD, LINE = "#2f7d4f", "#b3402a", "#333333"
@@ -43,23 +42,24 @@ def save(figure: Any, path: Path) -> None:
 
 def plot_bars(report: Mapping[str, Any], path: Path) -> None:
     """Every ratio against its bar, on a logarithmic axis where the bar is 1 and better is to the right."""
-    rows = [(bar, report["ratios"][bar.name]) for bar in BARS if report["ratios"][bar.name]]
-    figure = new_figure(9, 1.2 + 0.45 * len(rows))
+    bars = {name: bar for name, bar in report["bars"].items() if report["ratios"][name] and bar["limit"]}
+    figure = new_figure(9, 1.2 + 0.45 * len(bars))
     axes = figure.add_subplot()
-    for place, (bar, value) in enumerate(reversed(rows)):
-        better = value / bar.limit if bar.at_least else bar.limit / value
-        axes.barh(place, better - 1, left=1, color=GOOD if bar.passed(value) else BAD, height=0.6)
+    for place, (name, bar) in enumerate(reversed(bars.items())):
+        value, limit = report["ratios"][name], bar["limit"]
+        better = value / limit if bar["at_least"] else limit / value
+        axes.barh(place, better - 1, left=1, color=GOOD if bar["passed"] else BAD, height=0.6)
         axes.annotate(
-            f"{value:.3g} (bar {bar.text})", (max(better, 1), place), (4, 0), textcoords="offset points", va="center"
+            f"{value:.3g} (bar {bar['bar']})", (max(better, 1), place), (4, 0), textcoords="offset points", va="center"
         )
     axes.axvline(1, color=LINE, linewidth=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}x")
     axes.xaxis.set_minor_formatter("")
     axes.margins(x=0.35)
-    axes.set_yticks(range(len(rows)), [bar.name for bar, _ in reversed(rows)])
+    axes.set_yticks(range(len(bars)), list(reversed(bars)))
     axes.set_xlabel("how much better than the bar")
-    axes.set_title("forebay bench kv")
+    axes.set_title(f"forebay bench {report['benchmark']}")
     save(figure, path)
 
 

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,12 +17,18 @@ from forebay.cli.output import OK, PROBLEM, messages, print_json, print_table
 from forebay.storage.errors import ConfigError, PoolError
 from forebay.storage.units import parse_bytes
 
+if TYPE_CHECKING:
+    from forebay.bench.suite import Suite
+
 app = typer.Typer(no_args_is_help=True, help="Measure, with the peers in the same run.")
 
 TRACE = "Replay of a trace"
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; `-` for standard output.")
 ]
+Quick = Annotated[bool, typer.Option("--quick", help="Everything in less than three minutes on two cores.")]
+Only = Annotated[str, typer.Option(metavar="NAMES", help="Ratios or parts, separated by commas.")]
+Rounds = Annotated[int | None, typer.Option(min=1, max=100, help="Rounds of every comparison.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the result.")]
 
 
@@ -48,9 +54,9 @@ def write_json(report: dict[str, Any], path: Path) -> None:
 
 @app.command()
 def kv(
-    quick: Annotated[bool, typer.Option("--quick", help="Everything in less than three minutes on two cores.")] = False,
-    only: Annotated[str, typer.Option(metavar="NAMES", help="Ratios or parts, separated by commas.")] = "",
-    rounds: Annotated[int | None, typer.Option(min=1, max=100, help="Rounds of every comparison.")] = None,
+    quick: Quick = False,
+    only: Only = "",
+    rounds: Rounds = None,
     work: Annotated[Path, typer.Option(metavar="DIR", help="A folder on the disk to measure.")] = Path(),
     json_file: JsonFile = None,
     plot: Plot = None,
@@ -84,7 +90,9 @@ def kv(
     """
     command = shlex.join(["forebay", *sys.argv[1:]])
     if trace is None:
-        report = _measure(work, quick, rounds, only, command)
+        from forebay.bench.kv.suite import KV
+
+        report = _measure(KV, work, quick, rounds, only, command)
     else:
         sizes = {
             "kv_bytes_per_token": _size("--kv-bytes-per-token", kv_bytes_per_token),
@@ -108,13 +116,39 @@ def _size(option: str, text: str) -> int:
         raise ConfigError(f"{option}: {error}") from None
 
 
-def _measure(work: Path, quick: bool, rounds: int | None, only: str, command: str) -> dict[str, Any]:
-    from forebay.bench.kv.run import run
+@app.command()
+def moe(
+    quick: Quick = False,
+    only: Only = "",
+    rounds: Rounds = None,
+    work: Annotated[Path, typer.Option(metavar="DIR", help="A folder for temporary files.")] = Path(),
+    json_file: JsonFile = None,
+    plot: Plot = None,
+) -> None:
+    """Compressed Mixture-of-Experts models against the dense ones, the published numbers, and other ways to compress.
+
+    Exit code 0 when everything could be measured, whether or not it cleared its bar.
+    """
+    from forebay.bench.moe.suite import MOE
+
+    report = _measure(MOE, work, quick, rounds, only, shlex.join(["forebay", *sys.argv[1:]]))
+    if str(json_file) != "-":
+        _show(report)
+    if json_file:
+        write_json(report, json_file)
+    if plot:
+        _plot(report, plot)
+    raise typer.Exit(OK if report["ok"] else PROBLEM)
+
+
+def _measure(suite: Suite, work: Path, quick: bool, rounds: int | None, only: str, command: str) -> dict[str, Any]:
+    from forebay.bench.suite import run
 
     columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=messages, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         return run(
+            suite,
             work,
             quick=quick,
             rounds=rounds,
@@ -128,7 +162,12 @@ def _measure(work: Path, quick: bool, rounds: int | None, only: str, command: st
 def _plot(report: dict[str, Any], path: Path) -> None:
     from forebay.bench import plot
 
-    kinds = {"kv": plot.plot_bars, "kv-trace-replay": plot.plot_replay, "kv-trace-simulation": plot.plot_hit_rates}
+    kinds = {
+        "kv": plot.plot_bars,
+        "moe": plot.plot_bars,
+        "kv-trace-replay": plot.plot_replay,
+        "kv-trace-simulation": plot.plot_hit_rates,
+    }
     kinds[report["benchmark"]](report, path)
 
 

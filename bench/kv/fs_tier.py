@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.bench.blocked import can_sample
-from forebay.bench.kv.bars import Context, Measurement, medians
 from forebay.bench.kv.session import Memory2D
 from forebay.bench.rig import require_space
 from forebay.bench.rounds import Series, interleave
+from forebay.bench.suite import Context, Measurement, medians
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from forebay.bench.fio import fio_read, reserved_huge_pages
-from forebay.bench.kv.bars import Context, Measurement, medians
 from forebay.bench.kv.session import Memory2D, Session, keys
 from forebay.bench.rig import require_space
 from forebay.bench.rounds import Series, interleave
+from forebay.bench.suite import Context, Measurement, medians
 from forebay.storage.config import BLOCK, PoolConfig, load_config
 
 MIB = 1 << 20

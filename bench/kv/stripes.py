@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from forebay.bench.fio import fio_read
-from forebay.bench.kv.bars import Context, Measurement, medians
 from forebay.bench.kv.session import Memory2D, Session, keys
 from forebay.bench.rig import Rig, probe_disk, rates_for, throttled_devices
 from forebay.bench.rounds import Series, interleave
+from forebay.bench.suite import Context, Measurement, medians
 from forebay.bench.throttle import BURST_SECONDS
 from forebay.storage.calibrate import calibrate
 from forebay.storage.config import PoolConfig, load_config

@@ -5,8 +5,8 @@ Measured through `vllm serve`, which runs in a process of its own.
 
 from __future__ import annotations
 
-from forebay.bench.kv.bars import Context, Measurement
 from forebay.bench.kv.session import BenchError
+from forebay.bench.suite import Context, Measurement
 
 
 def measure(context: Context) -> Measurement:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from forebay.bench.kv import checksum, run, single, stripes
-from forebay.bench.kv.bars import BARS, Context
+from forebay.bench.kv import checksum, single, stripes
 from forebay.bench.kv.session import BenchError, Memory2D, Session, keys
+from forebay.bench.kv.suite import BARS, KV, PARTS
+from forebay.bench.suite import Context, run, select
 from forebay.storage.config import load_config
 from forebay.storage.errors import ConfigError, ForebayError
 
@@ -29,7 +30,7 @@ def context(work: Path, *wanted: str) -> Context:
 def test_every_bar_is_measured_by_exactly_one_part() -> None:
     assert [bar.name for bar in BARS] == [*dict.fromkeys(bar.name for bar in BARS)]
     assert {bar.name for bar in BARS} == NAMES
-    assert sorted(name for part in run.PARTS for name in part.ratios) == sorted(NAMES)
+    assert sorted(name for part in PARTS for name in part.ratios) == sorted(NAMES)
 
 
 def test_bars_judge_in_their_direction() -> None:
@@ -41,18 +42,18 @@ def test_bars_judge_in_their_direction() -> None:
 
 
 def test_selection() -> None:
-    assert run.select([]) == NAMES
-    assert run.select(["ttft", "stripe_vs_sum"]) == {
+    assert select(KV, []) == NAMES
+    assert select(KV, ["ttft", "stripe_vs_sum"]) == {
         "ttft_warm_vs_recompute", "ttft_warm_vs_device_hit", "stripe_vs_sum",
     }  # fmt: skip
     with pytest.raises(ConfigError, match="known names are stripe_vs_sum"):
-        run.select(["stripes", "everything"])
+        select(KV, ["stripes", "everything"])
 
 
 @pytest.mark.needs("fio")
 def test_the_report_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single, "QUICK_TOTAL", 32 * MIB)
-    report = run.run(tmp_path, quick=True, rounds=1, only=["single"], command="forebay bench kv")
+    report = run(KV, tmp_path, quick=True, rounds=1, only=["single"], command="forebay bench kv")
     json.dumps(report)
     assert set(report["ratios"]) == NAMES
     assert report["ratios"]["single_device_vs_fio"] > 0.05
@@ -70,7 +71,7 @@ def test_a_part_that_cannot_run_is_reported(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(single, "measure", refuse)
     monkeypatch.setattr(checksum, "QUICK_TOTAL", 12 * MIB)
-    report = run.run(tmp_path, quick=True, rounds=1, only=["single", "checksum"])
+    report = run(KV, tmp_path, quick=True, rounds=1, only=["single", "checksum"])
     assert report["errors"] == {"single": "no such thing here; do something"}
     assert report["ratios"]["single_device_vs_fio"] is None
     assert report["ratios"]["checksum_overhead"] is not None
@@ -80,7 +81,7 @@ def test_a_part_that_cannot_run_is_reported(tmp_path: Path, monkeypatch: pytest.
 def test_a_work_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--work"):
-        run.run(tmp_path / "file", only=["single"])
+        run(KV, tmp_path / "file", only=["single"])
 
 
 @pytest.mark.needs("root", "losetup", "fio")

@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 
 from forebay.bench import plot
-from forebay.bench.kv.bars import BARS
+from forebay.bench.kv.suite import BARS
 
 PNG = b"\x89PNG"
 
 
+def report(ratios: dict[str, float | None]) -> dict[str, object]:
+    bars = {bar.name: {"bar": bar.text, "limit": bar.limit, "at_least": bar.at_least, "passed": True} for bar in BARS}
+    return {"benchmark": "kv", "ratios": ratios, "bars": bars}
+
+
 def test_bars(tmp_path: Path) -> None:
     ratios: dict[str, float | None] = {bar.name: bar.limit * 1.2 for bar in BARS} | {"stripe_vs_sum": None}
-    plot.plot_bars({"ratios": ratios}, tmp_path / "bars.png")
+    plot.plot_bars(report(ratios), tmp_path / "bars.png")
     assert (tmp_path / "bars.png").read_bytes().startswith(PNG)
 
 
@@ -33,6 +38,6 @@ def test_replay(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(plot.PlotError, match="--plot"):
-        plot.plot_bars({"ratios": dict.fromkeys((bar.name for bar in BARS), 1.0)}, tmp_path / "no" / "bars.png")
+        plot.plot_bars(report(dict.fromkeys((bar.name for bar in BARS), 1.0)), tmp_path / "no" / "bars.png")
     with pytest.raises(plot.PlotError, match="--plot"):
-        plot.plot_bars({"ratios": dict.fromkeys((bar.name for bar in BARS), 1.0)}, tmp_path / "bars.xyz")
+        plot.plot_bars(report(dict.fromkeys((bar.name for bar in BARS), 1.0)), tmp_path / "bars.xyz")
