@@ -36,14 +36,18 @@ def check_ranks(hidden_units: int, ranks: int) -> None:
 def deal_units(indices_R: Tensor, hidden_units: int, ranks: int) -> list[Tensor]:
     """The hidden units of every rank, ascending, (H / ranks,) int64 each.
 
-    The order of units is free, so they are dealt like cards, most often kept first and back and forth: each rank has to
-    compute about as many kept units as any other (our choice; a contiguous split would follow the accidents of order).
+    The order of units is free, so each in turn, the most often kept first, goes to the rank that has the fewest kept
+    units so far: all ranks compute about the same (our choice; a contiguous split would follow the accidents of order).
     """
     check_ranks(hidden_units, ranks)
-    counts = torch.bincount(indices_R.long().cpu(), minlength=hidden_units)
-    rounds = counts.argsort(descending=True, stable=True).view(-1, ranks)
-    rounds[1::2] = rounds[1::2].flip(1)
-    return [rounds[:, rank].sort().values for rank in range(ranks)]
+    counts = torch.bincount(indices_R.long(), minlength=hidden_units)
+    kept, dealt = [0] * ranks, [list[int]() for _ in range(ranks)]
+    for unit in counts.argsort(descending=True, stable=True).tolist():
+        hungry = [rank for rank in range(ranks) if len(dealt[rank]) < hidden_units // ranks]
+        rank = min(hungry, key=kept.__getitem__)
+        dealt[rank].append(unit)
+        kept[rank] += int(counts[unit])
+    return [torch.tensor(sorted(units)) for units in dealt]
 
 
 def shard(weights: ParserWeights, rank: int, ranks: int) -> ParserWeights:
