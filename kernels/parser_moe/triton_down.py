@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from forebay.kernels.parser_moe.triton_group import locate
-from forebay.kernels.parser_moe.triton_math import kept_range
+from forebay.kernels.parser_moe.triton_math import kept_range, load_columns
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -39,9 +39,9 @@ def down_few(
         for start in range(0, count, BLOCK_R):
             units = start + lanes
             h = tl.load(h_ptr + pair * W + units, mask=units < count, other=0.0).to(tl.float32)
-            cells = (first + units).to(tl.int64)[:, None] * D + columns[None, :]
-            inside = (units < count)[:, None] & (columns < D)[None, :]
-            sums += (w * h)[:, None] * tl.load(residual_down_ptr + cells, mask=inside, other=0.0).to(tl.float32)
+            rows = (first + tl.minimum(units, count - 1)).to(tl.int64)[:, None]
+            down = load_columns(residual_down_ptr + rows * D, columns[None, :], D, BLOCK_D)
+            sums += (w * h)[:, None] * down.to(tl.float32)
     y = tl.sum(sums, 0)
     tl.store(y_ptr + token * D + columns, y.to(y_ptr.dtype.element_ty), mask=columns < D)
 
@@ -73,12 +73,10 @@ def down_many(
     sums = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for start in range(0, count, BLOCK_R):
         units = start + tl.arange(0, BLOCK_R)
-        kept = units < count
-        h_mask = live[:, None] & kept[None, :]
-        h = tl.load(h_ptr + pairs[:, None] * W + units[None, :], mask=h_mask, other=0.0)
-        cells = (first + units).to(tl.int64)[:, None] * D + columns[None, :]
-        inside = kept[:, None] & (columns < D)[None, :]
-        down = tl.load(residual_down_ptr + cells, mask=inside, other=0.0)
+        # Zeros past the end: that part of h was never written.
+        h = tl.load(h_ptr + pairs[:, None] * W + units[None, :], mask=(units < count)[None, :], other=0.0)
+        rows = (first + tl.minimum(units, count - 1)).to(tl.int64)[:, None]
+        down = load_columns(residual_down_ptr + rows * D, columns[None, :], D, BLOCK_D)
         sums = tl.dot(h, down, sums, input_precision="ieee")
     w = tl.load(weights_ptr + pairs, mask=live, other=0.0).to(tl.float32)
     both = live[:, None] & (columns < D)[None, :]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 CHUNK = 1024
 """Ids that one step of `group_pairs` reads (our choice)."""
-MIX_H, MIX_WARPS = 512, 4
-"""Units that one step of `mix_hidden` takes, and its warps (our choice)."""
+MIX_H = 512
+"""Units that one step of `mix_hidden` takes (our choice)."""
 UNEVEN = 2
 """Programs per expert and block of pairs, times the mean number of unit blocks: the longest experts keep several times
 the mean, and a program without a unit ends at once (our choice)."""
@@ -113,13 +113,13 @@ def few_tokens(call: Call, g_TH: Tensor, u_TH: Tensor, h_PW: Tensor) -> Tensor:
         hidden_few[(call.pairs, call.strides(blocks.r))](
             call.x_TD, call.ids_TK, g_TH, u_TH, weights.residual_gate_RD, weights.residual_up_RD, weights.indices_R,
             weights.offsets_E1, h_PW, call.E, call.K, call.H, call.D, call.W, call.activation, blocks.r, blocks.d,
-            num_warps=blocks.warps, num_stages=blocks.stages,
+            **blocks.options(),
         )  # fmt: skip
 
     def down(blocks: Blocks) -> None:
         down_few[(call.T, cdiv(call.D, blocks.d))](
             call.ids_TK, call.w_TK, h_PW, weights.residual_down_RD, weights.offsets_E1, y_TD, call.E, call.K, call.D,
-            call.W, blocks.r, blocks.d, num_warps=blocks.warps, num_stages=blocks.stages,
+            call.W, blocks.r, blocks.d, **blocks.options(),
         )  # fmt: skip
 
     hidden(tuning.choose(call.key("hidden_few"), tuning.HIDDEN_FEW, hidden))
@@ -139,13 +139,13 @@ def many_tokens(call: Call, g_TH: Tensor, u_TH: Tensor, h_PW: Tensor) -> Tensor:
         hidden_many[(call.strides(blocks.r), block_count)](
             call.x_TD, order_P, starts, g_TH, u_TH, weights.residual_gate_RD, weights.residual_up_RD,
             weights.indices_R, weights.offsets_E1, h_PW, call.E, call.K, call.H, call.D, call.W, call.activation,
-            block_e, block_t, blocks.r, blocks.d, num_warps=blocks.warps, num_stages=blocks.stages,
+            block_e, block_t, blocks.r, blocks.d, **blocks.options(),
         )  # fmt: skip
 
     def down(blocks: Blocks) -> None:
         down_many[(cdiv(call.D, blocks.d), block_count)](
             order_P, starts, call.w_TK, h_PW, weights.residual_down_RD, weights.offsets_E1, y_PD, call.E, call.D,
-            call.W, block_e, block_t, blocks.r, blocks.d, num_warps=blocks.warps, num_stages=blocks.stages,
+            call.W, block_e, block_t, blocks.r, blocks.d, **blocks.options(),
         )  # fmt: skip
 
     dtype = call.x_TD.dtype
@@ -158,7 +158,7 @@ def group(call: Call) -> tuple[Tensor, Tensor]:
     """Pairs sorted by expert, and where each expert begins (E + 2 entries; group E is not this rank's)."""
     order_P = call.ids_TK.new_empty(call.pairs, dtype=torch.int32)
     starts = call.ids_TK.new_empty(call.E + 2, dtype=torch.int32)
-    group_pairs[(call.E + 1,)](call.ids_TK, order_P, starts, call.pairs, call.E, CHUNK)
+    group_pairs[(call.E + 1,)](call.ids_TK, order_P, starts, call.pairs, call.E, CHUNK, **tuning.PLAIN.options())
     return order_P, starts
 
 
@@ -168,6 +168,6 @@ def mix(call: Call, g_TH: Tensor, u_TH: Tensor, h_PW: Tensor) -> Tensor:
     mixed_TH = torch.empty_like(g_TH)
     mix_hidden[(call.T,)](
         call.ids_TK, call.w_TK, g_TH, u_TH, h_PW, call.weights.indices_R, call.weights.offsets_E1, sums_TH, mixed_TH,
-        call.E, call.K, call.H, call.W, call.activation, MIX_H, num_warps=MIX_WARPS,
+        call.E, call.K, call.H, call.W, call.activation, MIX_H, **tuning.PLAIN.options(),
     )  # fmt: skip
     return mixed_TH

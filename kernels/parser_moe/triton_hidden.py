@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from forebay.kernels.parser_moe.triton_group import locate
-from forebay.kernels.parser_moe.triton_math import activate, kept_range
+from forebay.kernels.parser_moe.triton_math import activate, kept_range, load_columns
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,22 +40,20 @@ def hidden_few(
     first, count = kept_range(offsets_ptr, tl.load(ids_ptr + pair), E)
     for start in range(tl.program_id(1) * BLOCK_R, count, tl.num_programs(1) * BLOCK_R):
         units = start + tl.arange(0, BLOCK_R)
-        kept = units < count
-        rows = (first + units).to(tl.int64)
+        # Lanes past the end read a valid row of the expert, and what they give is never stored.
+        rows = (first + tl.minimum(units, count - 1)).to(tl.int64)
         gate = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         up = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         for d in range(0, D, BLOCK_D):
-            columns = d + tl.arange(0, BLOCK_D)
-            inside = kept[:, None] & (columns < D)[None, :]
-            cells = rows[:, None] * D + columns[None, :]
-            x = tl.load(x_ptr + token * D + columns, mask=columns < D, other=0.0).to(tl.float32)
-            gate += tl.load(residual_gate_ptr + cells, mask=inside, other=0.0).to(tl.float32) * x[None, :]
-            up += tl.load(residual_up_ptr + cells, mask=inside, other=0.0).to(tl.float32) * x[None, :]
-        j = tl.load(indices_ptr + rows, mask=kept, other=0)
-        g = tl.load(g_ptr + token * H + j, mask=kept, other=0.0).to(tl.float32) + tl.sum(gate, 1)
-        u = tl.load(u_ptr + token * H + j, mask=kept, other=0.0).to(tl.float32) + tl.sum(up, 1)
+            columns = d + tl.arange(0, BLOCK_D)[None, :]
+            x = load_columns(x_ptr + token * D, columns, D, BLOCK_D).to(tl.float32)
+            gate += x * load_columns(residual_gate_ptr + rows[:, None] * D, columns, D, BLOCK_D).to(tl.float32)
+            up += x * load_columns(residual_up_ptr + rows[:, None] * D, columns, D, BLOCK_D).to(tl.float32)
+        j = tl.load(indices_ptr + rows)
+        g = tl.load(g_ptr + token * H + j).to(tl.float32) + tl.sum(gate, 1)
+        u = tl.load(u_ptr + token * H + j).to(tl.float32) + tl.sum(up, 1)
         h = activate(g, ACTIVATION) * u
-        tl.store(h_ptr + pair * W + units, h.to(h_ptr.dtype.element_ty), mask=kept)
+        tl.store(h_ptr + pair * W + units, h.to(h_ptr.dtype.element_ty), mask=units < count)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,21 +88,20 @@ def hidden_many(
     tokens = pairs // K
     for start in range(tl.program_id(0) * BLOCK_R, count, tl.num_programs(0) * BLOCK_R):
         units = start + tl.arange(0, BLOCK_R)
-        kept = units < count
-        rows = (first + units).to(tl.int64)
+        # Lanes past the end read a valid row of x or of the expert, and what they give is never stored.
+        rows = (first + tl.minimum(units, count - 1)).to(tl.int64)
         gate = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
         up = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
         for d in range(0, D, BLOCK_D):
             columns = d + tl.arange(0, BLOCK_D)
-            inside = kept[None, :] & (columns < D)[:, None]
-            cells = columns[:, None] + rows[None, :] * D
-            x_mask = live[:, None] & (columns < D)[None, :]
-            x = tl.load(x_ptr + tokens[:, None] * D + columns[None, :], mask=x_mask, other=0.0)
-            gate = tl.dot(x, tl.load(residual_gate_ptr + cells, mask=inside, other=0.0), gate, input_precision="ieee")
-            up = tl.dot(x, tl.load(residual_up_ptr + cells, mask=inside, other=0.0), up, input_precision="ieee")
-        both = live[:, None] & kept[None, :]
-        j = tl.load(indices_ptr + rows, mask=kept, other=0)
-        g = tl.load(g_ptr + tokens[:, None] * H + j[None, :], mask=both, other=0.0).to(tl.float32) + gate
-        u = tl.load(u_ptr + tokens[:, None] * H + j[None, :], mask=both, other=0.0).to(tl.float32) + up
+            x = load_columns(x_ptr + tokens[:, None] * D, columns[None, :], D, BLOCK_D)
+            residual_gate = load_columns(residual_gate_ptr + rows[None, :] * D, columns[:, None], D, BLOCK_D)
+            residual_up = load_columns(residual_up_ptr + rows[None, :] * D, columns[:, None], D, BLOCK_D)
+            gate = tl.dot(x, residual_gate, gate, input_precision="ieee")
+            up = tl.dot(x, residual_up, up, input_precision="ieee")
+        both = live[:, None] & (units < count)[None, :]
+        j = tl.load(indices_ptr + rows)
+        g = tl.load(g_ptr + tokens[:, None] * H + j[None, :]).to(tl.float32) + gate
+        u = tl.load(u_ptr + tokens[:, None] * H + j[None, :]).to(tl.float32) + up
         h = activate(g, ACTIVATION) * u
         tl.store(h_ptr + pairs[:, None] * W + units[None, :], h.to(h_ptr.dtype.element_ty), mask=both)

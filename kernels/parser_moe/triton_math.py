@@ -28,3 +28,12 @@ def kept_range(offsets_ptr: tl.tensor, e: tl.tensor, E: tl.constexpr) -> tl.tens
     ours = (e >= 0) & (e < E)
     first = tl.load(offsets_ptr + e, mask=ours, other=0)
     return first, tl.load(offsets_ptr + e + 1, mask=ours, other=0) - first
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_columns(rows_ptr: tl.tensor, columns: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
+    """Columns of rows of D values, zero past the end; without a mask where blocks fill the row exactly."""
+    if D % BLOCK_D == 0:
+        return tl.load(rows_ptr + columns)
+    else:  # noqa: RET505 - as above
+        return tl.load(rows_ptr + columns, mask=columns < D, other=0.0)

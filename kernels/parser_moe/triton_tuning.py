@@ -26,14 +26,21 @@ class Blocks:
     warps: int = 4
     stages: int = 3
 
+    def options(self) -> dict[str, int | bool]:
+        """What a launch is given beside its arguments; a b + c in one step, which newer Tritons must be asked for."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
+PLAIN = Blocks(0, 0)
+"""For kernels that are not cut by units and columns."""
 
 HIDDEN_FEW = (Blocks(4, 512), Blocks(8, 256), Blocks(4, 256), Blocks(2, 1024))
-DOWN_FEW = (Blocks(64, 32), Blocks(32, 64), Blocks(128, 32), Blocks(32, 128))
+DOWN_FEW = (Blocks(64, 32), Blocks(128, 32), Blocks(256, 32, warps=8), Blocks(256, 16))
 HIDDEN_MANY = {
     16: (Blocks(32, 128), Blocks(64, 128), Blocks(32, 256)),
     32: (Blocks(32, 128), Blocks(64, 64), Blocks(64, 128)),
-    64: (Blocks(64, 64), Blocks(64, 64, stages=4), Blocks(32, 128)),
-    128: (Blocks(64, 64, warps=8), Blocks(64, 64, warps=8, stages=4), Blocks(32, 64)),
+    64: (Blocks(64, 64, warps=8), Blocks(32, 64), Blocks(32, 128)),
+    128: (Blocks(64, 64, warps=8), Blocks(64, 64, warps=8, stages=4), Blocks(32, 64, warps=8)),
 }
 """By BLOCK_T, the pairs of a block."""
 DOWN_MANY = {
@@ -55,14 +62,13 @@ def many(table: Mapping[int, tuple[Blocks, ...]], block_t: int, dtype: torch.dty
 
 def choose(key: tuple[object, ...], candidates: Sequence[Blocks], launch: Callable[[Blocks], object]) -> Blocks:
     """The fastest of `candidates` for `key`, timed on the first call; `launch` must be fit to run many times."""
-    if len(candidates) == 1 or not torch.cuda.is_available():
+    if key in _chosen:
+        return _chosen[key]
+    if len(candidates) == 1 or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return candidates[0]
-    if key not in _chosen:
-        if torch.cuda.is_current_stream_capturing():
-            return candidates[0]
-        times = {blocks: milliseconds(blocks, launch) for blocks in candidates}
-        _chosen[key] = min(times, key=times.__getitem__)
-        log.debug("%s takes %s: %.3f ms", key, _chosen[key], times[_chosen[key]])
+    times = {blocks: milliseconds(blocks, launch) for blocks in candidates}
+    _chosen[key] = min(times, key=times.__getitem__)
+    log.debug("%s takes %s: %.3f ms", key, _chosen[key], times[_chosen[key]])
     return _chosen[key]
 
 
