@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
+from forebay.bench.moe.fixtures import FOLDER, MODELS, Reference, options
 from forebay.compression.backbone import Backbone
 from forebay.compression.experts import Expert
 from forebay.compression.layer import Options, compress_layer, find_backbone, score, select
 from forebay.compression.selection import select_expert, select_layer
-from tests.compression.reference import FOLDER, MODELS, Reference, options
 
 LAYERS = [(model, layer) for model in MODELS for layer in Reference(model).layers]
 CASES = json.loads((FOLDER / "selection_cases.json").read_text())["cases"]

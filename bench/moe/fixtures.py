@@ -1,4 +1,4 @@
-"""The fixtures: what the published implementation returned on two tiny models."""
+"""What the published implementation of PARSER returned on two tiny models: see the folder's own README."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from forebay.compression.experts import Expert
 from forebay.compression.layer import Options
 
-FOLDER = Path(__file__).parents[1] / "assets/parser_reference"
+FOLDER = Path(__file__).parents[2] / "tests/assets/parser_reference"
 MODELS = ("qwen2moe_tiny", "deepseekv2_tiny")
 IMPORTANCE = {"formula": "output", "wanda": "wanda"}
 SCOPE = {"parser-l-sp": "layer", "parser-e-sp": "expert"}
@@ -27,16 +27,20 @@ class Reference:
     name: str
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """A file of tensors."""
         return _load(FOLDER / self.name / f"{name}.safetensors")
 
     def json(self, name: str) -> Any:
+        """A file of JSON."""
         return json.loads((FOLDER / self.name / f"{name}.json").read_text())
 
     @property
     def layers(self) -> list[int]:
+        """Its MoE layers."""
         return sorted({int(name.split(".")[2]) for name in self.tensors("model") if ".mlp.experts." in name})
 
     def experts(self, layer: int, dtype: torch.dtype = torch.float32) -> list[Expert]:
+        """Routed experts of a layer."""
         weights = self.tensors("model")
         prefix = f"model.layers.{layer}.mlp.experts"
         count = len({name.split(".")[5] for name in weights if name.startswith(prefix + ".")})
@@ -44,10 +48,12 @@ class Reference:
         return [Expert(*(weights[f"{prefix}.{e}.{name}.weight"].to(dtype) for name in names)) for e in range(count)]
 
     def rows(self, layer: int) -> list[torch.Tensor]:
+        """Calibration rows of every expert of a layer."""
         stored = self.tensors("calibration")
         return [stored[f"layer{layer}.expert{e}.x"].float() for e in range(len(self.experts(layer)))]
 
     def routing(self, layer: int) -> torch.Tensor:
+        """Mean squared router probability of every expert of a layer."""
         found = self.json("calibration")
         experts = [self._statistics(found, layer, e) for e in range(len(self.experts(layer)))]
         return torch.tensor([one["routing_softmax_sq_sum"] / one["routing_total_tokens"] for one in experts])
