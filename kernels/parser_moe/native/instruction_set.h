@@ -6,6 +6,7 @@
 #include "vector.h"
 
 enum {
+    LINE = 64,              /* bytes */
     TALL = 4, WIDE = 3,     /* 12 totals, 3 rows of weights and one of activations: 16 vector registers */
     STEP = 6,               /* 12 vectors of weights, 2 totals, one factor */
     FEW = 16,               /* rows of activations up to which converting weights ahead does not pay */

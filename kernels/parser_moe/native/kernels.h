@@ -23,12 +23,21 @@ INLINE void NAME(step)(Vector total[WIDE][TALL], const float *const *a, const EL
     }
 }
 
-/* out[m][n] (+)= a[m] . b[n] over [from, to) for m < `ma`, n < `nb`, which are constants where this is inlined. */
-INLINE void NAME(dots)(const float *const *a, const ELEMENT *const *b, long from, long to, float *out, long stride,
-                       const int ma, const int nb)
+/* out[m][n] (+)= a[m] . b[n] over [from, to) for m < `ma`, n < `nb`, which are constants where this is inlined.
+ * Meanwhile the same part of the rows `ahead`, if any, is fetched into the cache. */
+INLINE void NAME(dots)(const float *const *a, const ELEMENT *const *b, const ELEMENT *const *ahead, long from, long to,
+                       float *out, long stride, const int ma, const int nb)
 {
+    enum { PER_LINE = LINE / sizeof(ELEMENT) };
     Vector total[WIDE][TALL] = {0};
     long k = from;
+    for (; k + PER_LINE <= to; k += PER_LINE) {
+        if (ahead)
+            for (int n = 0; n < WIDE; n++)
+                __builtin_prefetch(ahead[n] + k);
+        for (long i = k; i < k + PER_LINE; i += LANES)
+            NAME(step)(total, a, b, i, LANES, ma, nb);
+    }
     for (; k + LANES <= to; k += LANES)
         NAME(step)(total, a, b, k, LANES, ma, nb);
     if (k < to)
@@ -40,11 +49,11 @@ INLINE void NAME(dots)(const float *const *a, const ELEMENT *const *b, long from
     }
 }
 
-#define DOTS(M, N) case M * 8 + N: NAME(dots)(a, b, from, to, out, stride, M, N); break;
+#define DOTS(M, N) case M * 8 + N: NAME(dots)(a, b, ahead, from, to, out, stride, M, N); break;
 #define DOTS_OF(M) DOTS(M, 1) DOTS(M, 2) DOTS(M, 3)
 
-static void NAME(tile)(const float *const *a, const ELEMENT *const *b, long from, long to, float *out, long stride,
-                       long ma, long nb)
+static void NAME(tile)(const float *const *a, const ELEMENT *const *b, const ELEMENT *const *ahead, long from, long to,
+                       float *out, long stride, long ma, long nb)
 {
     switch (ma * 8 + nb) {
         DOTS_OF(1) DOTS_OF(2) DOTS_OF(3) DOTS_OF(4)
@@ -54,12 +63,13 @@ static void NAME(tile)(const float *const *a, const ELEMENT *const *b, long from
 #undef DOTS
 #undef DOTS_OF
 
-static void NAME(tiles)(const float *const *a, long ma, const ELEMENT *const *b, long nb, long from, long to,
-                        float *out, long stride)
+/* The first rows of a fetch those `ahead`, of which there are `na`. */
+static void NAME(tiles)(const float *const *a, long ma, const ELEMENT *const *b, long nb, const ELEMENT *const *ahead,
+                        long na, long from, long to, float *out, long stride)
 {
     for (long m = 0; m < ma; m += TALL)
         for (long n = 0; n < nb; n += WIDE)
-            NAME(tile)(a + m, b + n, from, to, out + m * stride + n, stride, at_most(TALL, ma - m),
+            NAME(tile)(a + m, b + n, !m && n + WIDE <= na ? ahead + n : NULL, from, to, out + m * stride + n, stride, at_most(TALL, ma - m),
                        at_most(WIDE, nb - n));
 }
 
@@ -71,7 +81,8 @@ static void NAME(multiply_few)(const float *const *a, long ma, const ELEMENT *co
     long block = ma <= TALL ? WIDE : SMALL_BLOCK;
     for (long n = 0; n < nb; n += block)
         for (long from = 0; from < length; from += DEPTH)
-            NAME(tiles)(a, ma, b + n, at_most(block, nb - n), from, at_most(from + DEPTH, length), out + n, stride);
+            NAME(tiles)(a, ma, b + n, at_most(block, nb - n), b + n + block, nb - n - block, from,
+                        at_most(from + DEPTH, length), out + n, stride);
 }
 
 /* `count` elements as floats, with zeros up to a whole vector. */
@@ -88,15 +99,16 @@ static void NAME(unpack)(float *to, const ELEMENT *from, long count)
 static void NAME(multiply_many)(const float *const *a, long ma, const ELEMENT *const *b, long nb, long length,
                                 float *out, long stride, float *block)
 {
-    for (long n = 0; n < nb; n += BLOCK)
+    long even = (nb + BLOCK - 1) / BLOCK, size = ((nb + even - 1) / even + WIDE - 1) / WIDE * WIDE;
+    for (long n = 0; n < nb; n += size)
         for (long from = 0; from < length; from += DEPTH) {
-            long rows = at_most(BLOCK, nb - n), count = at_most(DEPTH, length - from);
+            long rows = at_most(size, nb - n), count = at_most(DEPTH, length - from);
             const float *packed[BLOCK];
             for (long i = 0; i < rows; i++) {
                 NAME(unpack)(block + i * (DEPTH + LANES), b[n + i] + from, count);
                 packed[i] = block + i * (DEPTH + LANES) - from;
             }
-            tiles_f32(a, ma, packed, rows, from, from + (count + LANES - 1) / LANES * LANES, out + n, stride);
+            tiles_f32(a, ma, packed, rows, NULL, 0, from, from + (count + LANES - 1) / LANES * LANES, out + n, stride);
         }
 }
 
@@ -189,6 +201,7 @@ INLINE void NAME(axpy)(float *const *y, const float *a, long stride, long ma, co
     for (; d + 2 * LANES <= to; d += 2 * LANES) {
         Vector left[STEP], right[STEP];
         for (int i = 0; i < count; i++) {
+            __builtin_prefetch(b + (i + count) * model + d);
             left[i] = LOAD(b + i * model + d);
             right[i] = LOAD(b + i * model + d + LANES);
         }
@@ -227,8 +240,10 @@ static void NAME(residual_output)(const Layer *layer, const Group *group, long f
 static void NAME(output)(const Layer *layer, const Plan *plan, Scratch *scratch, long from, long to)
 {
     long count = NAME(list)(scratch->rows, layer->down_DH, from, to, layer->hidden);
-    NAME(multiply)((const float *const *)plan->hidden, layer->tokens, count, layer->hidden, layer->y_TD + from,
-                   layer->model, scratch);
+    NAME(multiply)((const float *const *)plan->hidden, layer->tokens, count, layer->hidden, plan->y[0] + from,
+                   plan->y_stride, scratch);
     for (const Group *group = plan->groups; group < plan->groups + plan->count; group++)
         NAME(residual_output)(layer, group, from, to);
+    for (long t = 0; t < layer->tokens; t++)
+        __builtin_memcpy(layer->y_TD + t * layer->model + from, plan->y[t] + from, sizeof(float) * count);
 }

@@ -8,9 +8,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef _OPENMP
+#include <omp.h>
+static int thread_number(void) { return omp_get_thread_num(); }
+#else
+static int thread_number(void) { return 0; }
+#endif
+
 enum {
     TILE = 2048,            /* tokens at a time: bounds the memory, and is far beyond where speed saturates */
-    LINE = 64,              /* bytes */
+    ALIGNMENT = 64,         /* bytes: a line of the cache */
 };
 
 static long min_long(long a, long b) { return a < b ? a : b; }
@@ -41,7 +48,7 @@ const char *layer_problem(const Layer *layer)
 static void *take(char **next, size_t bytes)
 {
     char *piece = *next;
-    *next += round_up((long)bytes, LINE);
+    *next += round_up((long)bytes, ALIGNMENT);
     return piece;
 }
 
@@ -81,7 +88,7 @@ typedef struct {
     const float **x;
     float **y;
     float *hidden;
-    float *x_TD, *hidden_TH;
+    float *x_TD, *y_TD, *hidden_TH;
 } Arrays;
 
 /* Whole vectors may be read at the end, and rows a power of two apart would fall into the same sets of a cache. */
@@ -93,9 +100,12 @@ static void cut_plan(const Layer *layer, Plan *plan, Arrays *arrays, size_t hidd
     size_t tokens = (size_t)layer->tokens, count = tokens * (size_t)layer->top_k;
     plan->groups = take(next, sizeof(Group) * (size_t)layer->experts);
     plan->x = take(next, sizeof(float *) * tokens);
+    plan->y = take(next, sizeof(float *) * tokens);
+    plan->y_stride = (long)row_stride(layer->model);
     plan->hidden = take(next, sizeof(float *) * tokens);
     plan->weight_T = take(next, sizeof(float) * tokens);
     arrays->x_TD = take(next, sizeof(float) * tokens * row_stride(layer->model));
+    arrays->y_TD = take(next, sizeof(float) * tokens * row_stride(layer->model));
     arrays->hidden_TH = take(next, sizeof(float) * tokens * row_stride(layer->hidden));
     arrays->token = take(next, sizeof(int32_t) * count);
     arrays->weight = take(next, sizeof(float) * count);
@@ -115,6 +125,7 @@ static void fill_tokens(const Layer *layer, Plan *plan, const Arrays *arrays)
     for (long t = 0; t < layer->tokens; t++) {
         float *row = padded(arrays->x_TD + (size_t)t * row_stride(layer->model), layer->model);
         plan->x[t] = memcpy(row, layer->x_TD + t * layer->model, sizeof(float) * (size_t)layer->model);
+        plan->y[t] = arrays->y_TD + t * plan->y_stride;
         plan->hidden[t] = padded(arrays->hidden_TH + (size_t)t * row_stride(layer->hidden), layer->hidden);
         plan->weight_T[t] = 0;
     }
@@ -131,7 +142,7 @@ static void fill_pairs(const Layer *layer, Plan *plan, Arrays *arrays, int32_t *
         arrays->token[place] = (int32_t)token;
         arrays->weight[place] = layer->topk_weights_TK[pair];
         arrays->x[place] = plan->x[token];
-        arrays->y[place] = layer->y_TD + token * layer->model;
+        arrays->y[place] = plan->y[token];
         plan->weight_T[token] += layer->topk_weights_TK[pair];
     }
 }
@@ -161,7 +172,7 @@ static int make_plan(const Layer *layer, Plan *plan)
         return -1;
     size_t hidden = count_pairs(layer, start);
     cut_plan(layer, plan, &arrays, hidden, &size);
-    plan->memory = aligned_alloc(LINE, (size_t)(size - (char *)NULL));
+    plan->memory = aligned_alloc(ALIGNMENT, (size_t)(size - (char *)NULL));
     if (plan->memory) {
         char *next = plan->memory;
         cut_plan(layer, plan, &arrays, hidden, &next);
@@ -186,15 +197,19 @@ static void cut_scratch(Scratch *scratch, size_t tokens, size_t pairs, size_t wi
     scratch->up = take(next, sizeof(float) * (width + ROUND));
 }
 
-static int make_scratch(Scratch *scratch, size_t tokens, size_t pairs, size_t width)
+/* One for each thread, in one piece of memory: that of the first. */
+static Scratch *make_scratches(int threads, size_t tokens, size_t pairs, size_t width)
 {
-    char *size = NULL;
-    cut_scratch(scratch, tokens, pairs, width, &size);
-    scratch->memory = aligned_alloc(LINE, (size_t)(size - (char *)NULL));
-    char *next = scratch->memory;
-    if (next)
-        cut_scratch(scratch, tokens, pairs, width, &next);
-    return next ? 0 : -1;
+    char *end = NULL;
+    Scratch one;
+    cut_scratch(&one, tokens, pairs, width, &end);
+    size_t size = (size_t)(end - (char *)NULL), table = (size_t)round_up((long)sizeof(Scratch) * threads, ALIGNMENT);
+    char *memory = aligned_alloc(ALIGNMENT, table + size * (size_t)threads);
+    for (int i = 0; memory && i < threads; i++) {
+        char *next = memory + table + size * (size_t)i;
+        cut_scratch((Scratch *)memory + i, tokens, pairs, width, &next);
+    }
+    return (Scratch *)memory;
 }
 
 /* ---- forward ---- */
@@ -205,33 +220,34 @@ static long piece(long columns, int threads)
     return min_long(256, round_up((columns + 4 * threads - 1) / (4 * threads), ROUND));
 }
 
+static void run(const Layer *layer, const Plan *plan, const Kernels *kernels, Scratch *scratches, int threads,
+                long units, long columns)
+{
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch *scratch = scratches + thread_number();
+#pragma omp for schedule(dynamic, 1)
+        for (long from = 0; from < layer->hidden; from += units)
+            kernels->hidden(layer, plan, scratch, from, min_long(from + units, layer->hidden));
+#pragma omp for schedule(dynamic, 1) nowait
+        for (long from = 0; from < layer->model; from += columns)
+            kernels->output(layer, plan, scratch, from, min_long(from + columns, layer->model));
+    }
+}
+
 static int forward_tile(const Layer *layer, const Kernels *kernels, int threads)
 {
     long units = piece(layer->hidden, threads), columns = piece(layer->model, threads);
     Plan plan;
-    int failed = make_plan(layer, &plan);
-    if (failed)
+    if (make_plan(layer, &plan))
         return -1;
-#pragma omp parallel num_threads(threads)
-    {
-        Scratch scratch;
-        if (make_scratch(&scratch, (size_t)layer->tokens, (size_t)plan.most, (size_t)max_long(units, columns))) {
-#pragma omp atomic write
-            failed = -1;
-        }
-#pragma omp barrier
-        if (!failed) {
-#pragma omp for schedule(dynamic, 1)
-            for (long from = 0; from < layer->hidden; from += units)
-                kernels->hidden(layer, &plan, &scratch, from, min_long(from + units, layer->hidden));
-#pragma omp for schedule(dynamic, 1)
-            for (long from = 0; from < layer->model; from += columns)
-                kernels->output(layer, &plan, &scratch, from, min_long(from + columns, layer->model));
-        }
-        free(scratch.memory);
-    }
+    Scratch *scratches =
+        make_scratches(threads, (size_t)layer->tokens, (size_t)plan.most, (size_t)max_long(units, columns));
+    if (scratches)
+        run(layer, &plan, kernels, scratches, threads, units, columns);
+    free(scratches);
     free(plan.memory);
-    return failed;
+    return scratches ? 0 : -1;
 }
 
 int layer_forward(const Layer *layer, const Kernels *kernels, int threads)

@@ -34,7 +34,7 @@ typedef struct {
     const int32_t *token;   /* per pair */
     const float *weight;    /* per pair: the router's weight */
     const float **x;        /* per pair: the token's row of x */
-    float **y;              /* per pair: the token's row of y */
+    float **y;              /* per pair: the token's row of plan->y */
     float *hidden;          /* pairs x kept: weighted hidden values of the kept units */
 } Group;
 
@@ -44,6 +44,8 @@ typedef struct {
     long most;              /* pairs of the largest group; more than T if a token names an expert twice */
     const float **x;        /* per token: its row of x, with room for a whole vector beyond its end */
     float *weight_T;        /* sum of the token's router weights */
+    float **y;              /* per token: where its row of y is summed, as far apart as the rows of x */
+    long y_stride;
     float **hidden;         /* per token, H: sum over experts of weighted hidden values, for the backbone's down */
     void *memory;
 } Plan;
@@ -56,7 +58,6 @@ typedef struct {
     float *residual;        /* plan->most x 2 width */
     float *block;           /* BLOCK x (DEPTH + a vector) */
     float *gate, *up;       /* width, and room to round up to whole vectors */
-    void *memory;
 } Scratch;
 
 /* Hidden units [from, to): fills those columns of plan->hidden and of every group's `hidden`. */
