@@ -14,10 +14,10 @@ from tests.engines.harness import environment
 ROOT = Path(__file__).parents[2]
 
 
-def run_isolated(script: str, arguments: dict[str, Any], limit: float = 400) -> Any:
-    """Run `tests/engines/scripts.py SCRIPT` with `arguments` as JSON; what it prints after `RESULT`."""
+def run_isolated(script: str, arguments: dict[str, Any], limit: float = 400, module: str = "scripts") -> Any:
+    """Run SCRIPT of `tests/engines/MODULE.py` with `arguments` as JSON; what it prints after `RESULT`."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.scripts", script, json.dumps(arguments)],
+        [sys.executable, "-m", f"tests.engines.{module}", script, json.dumps(arguments)],
         env={**os.environ, **environment()},
         cwd=ROOT,
         capture_output=True,

@@ -116,6 +116,6 @@ class ParserMoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """This rank's part of the routed experts' output, (T, D); vLLM adds up the ranks."""
+        """What this rank adds to the routed experts' output, (T, D); vLLM sums over the ranks."""
         weights = [getattr(layer, parameter) for parameter in PARAMETERS]
         return torch.ops.forebay.parser_moe(x, topk_weights, topk_ids, *weights, ACTIVATION)
