@@ -69,13 +69,13 @@ class Reference:
 def options(name: str, rho: float) -> Options:
     """The settings that the fixtures' name of an option stands for."""
     backbone, importance, routing, method = name.split(".")
-    return Options(
-        rho=rho,
-        backbone=backbone,
-        importance=IMPORTANCE[importance],
-        scope=SCOPE[method],
-        routing_weight=routing == "route_on",
-    )
+    chosen: Any = {
+        "backbone": backbone,
+        "importance": IMPORTANCE[importance],
+        "scope": SCOPE[method],
+        "routing_weight": routing == "route_on",
+    }
+    return Options(rho=rho, **chosen)
 
 
 @functools.cache

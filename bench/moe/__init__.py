@@ -1,0 +1,1 @@
+"""Compressed Mixture-of-Experts models against the dense ones and against other ways to compress."""

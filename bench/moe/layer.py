@@ -1,0 +1,209 @@
+"""One compressed layer against vLLM's own fused MoE on the same layer dense: `decode1_vs_dense` and its siblings.
+
+A layer of Qwen1.5-MoE's size with a tenth of its units kept, unevenly over the experts; the dense layer is its
+reconstruction, in the layout that vLLM packs weights into, and both must agree. Routing is outside both. The ratios
+are in bfloat16, which vLLM serves such a checkpoint in; the full form times float32 as well.
+
+A model runs one layer after the other, so no layer finds its weights in the processor's cache. Our arm therefore turns
+through `COPIES` copies of its layer, more than fits in a cache; the dense layer is far larger than one. What one copy
+again and again takes is reported beside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forebay.bench.rounds import Series, interleave
+from forebay.bench.suite import Context, Measurement, medians
+from forebay.kernels.parser_moe import cpu
+from forebay.kernels.parser_moe.reference import expert
+from forebay.kernels.parser_moe.weights import ParserWeights
+from forebay.storage.errors import ForebayError
+
+EXPERTS, TOP_K, HIDDEN, MODEL, RHO = 60, 4, 1408, 2048, 0.9
+LEAST_KEPT = 4
+COPIES = 6
+RATIOS = {"decode1_vs_dense": 1, "decode8_vs_dense": 8, "prefill512_vs_dense": 512}
+CALLS = {1: 24, 8: 8, 512: 1}
+"""Layers run per round, by tokens."""
+ROUTINGS = 64
+SERVED = torch.bfloat16
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The same layer both ways."""
+
+    compressed: list[ParserWeights]
+    """Copies."""
+    w13_EID: Tensor
+    """Gate and up of all experts (I = 2 H), packed by vLLM."""
+    w2_EDH: Tensor
+    instruction_set: str
+    """The name of vLLM's kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Tokens and where they go."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
+
+
+def measure(context: Context) -> Measurement:
+    """Ratios of median times per layer.
+
+    Raises:
+        ForebayError: vLLM's CPU kernels are missing, or the results differ.
+    """
+    measurement = Measurement()
+    for dtype in (SERVED,) if context.quick else (SERVED, torch.float32):
+        context.say(f"building the layer, {dtype}")
+        layers = build(dtype)
+        for name, tokens in RATIOS.items():
+            context.say(f"{tokens} tokens, {dtype}")
+            ratio, details = _compare(layers, dtype, tokens, context.rounds + 4)
+            measurement.details.setdefault(str(dtype), {})[name] = details
+            if dtype is SERVED:
+                measurement.ratios[name] = ratio
+    measurement.details |= {"threads": torch.get_num_threads(), "kernels": cpu.VARIANTS[0]}
+    return measurement
+
+
+def build(dtype: torch.dtype) -> Layers:
+    """A random layer, compressed and dense."""
+    compressed = _compressed(dtype)
+    instruction_set, pack = _vllm(dtype)
+    w13_EID = torch.empty(EXPERTS, 2 * HIDDEN, MODEL, dtype=dtype)
+    w2_EDH = torch.empty(EXPERTS, MODEL, HIDDEN, dtype=dtype)
+    for e in range(EXPERTS):
+        gate_HD, up_HD, down_DH = expert(compressed, e, dtype)
+        pack(torch.cat([gate_HD, up_HD])[None], w13_EID[e : e + 1], instruction_set)
+        pack(down_DH[None], w2_EDH[e : e + 1], instruction_set)
+    return Layers([_copy(compressed) for _ in range(COPIES)], w13_EID, w2_EDH, instruction_set)
+
+
+def _compressed(dtype: torch.dtype) -> ParserWeights:
+    random = torch.Generator().manual_seed(11)
+    kept_E = _kept(random)
+    kept = int(kept_E.sum())
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return (torch.randn(rows, columns, generator=random) * 0.02).to(dtype)
+
+    units = [torch.randperm(HIDDEN, generator=random)[:count].sort().values for count in kept_E.tolist()]
+    return ParserWeights(
+        gate_HD=matrix(HIDDEN, MODEL),
+        up_HD=matrix(HIDDEN, MODEL),
+        down_DH=matrix(MODEL, HIDDEN),
+        residual_gate_RD=matrix(kept, MODEL),
+        residual_up_RD=matrix(kept, MODEL),
+        residual_down_RD=matrix(kept, MODEL),
+        indices_R=torch.cat(units).int(),
+        offsets_E1=torch.cat([torch.zeros(1), kept_E.cumsum(0)]).int(),
+    )
+
+
+def _kept(random: torch.Generator) -> Tensor:
+    """Kept units of each expert: together (1 - rho) of all, log-normally uneven, none below the floor."""
+    share_E = torch.randn(EXPERTS, generator=random).mul(0.5).exp()
+    spare = round((1 - RHO) * EXPERTS * HIDDEN) - LEAST_KEPT * EXPERTS
+    ends_E = (share_E.cumsum(0) / share_E.sum() * spare).round().int()
+    return ends_E.diff(prepend=torch.zeros(1, dtype=torch.int32)) + LEAST_KEPT
+
+
+def _copy(weights: ParserWeights) -> ParserWeights:
+    return ParserWeights(**{field.name: getattr(weights, field.name).clone() for field in fields(weights)})
+
+
+def _vllm(dtype: torch.dtype) -> tuple[str, Callable[[Tensor, Tensor, str], None]]:
+    """The best of vLLM's kernels here, and what packs weights for them."""
+    try:
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
+        pack = torch.ops._C.prepack_moe_weight
+    except (ImportError, AttributeError):
+        raise ForebayError("vLLM's CPU kernels are missing; install vLLM's CPU wheel") from None
+    tiles = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return "amx" if tiles else "vec", pack
+
+
+def _compare(layers: Layers, dtype: torch.dtype, tokens: int, rounds: int) -> tuple[float, dict[str, Any]]:
+    random = torch.Generator().manual_seed(tokens)
+    batches = [_route(tokens, dtype, random) for _ in range(ROUTINGS)]
+    dense, ours = partial(_dense, layers), [partial(_ours, weights) for weights in layers.compressed]
+    _check(dense, ours[0], batches[0], dtype)
+    turns, turns_one = cycle(batches), cycle(batches)
+    arms = {
+        "vLLM, dense": _timed(cycle([dense]), cycle(batches), CALLS[tokens]),
+        "forebay": _timed(cycle(ours), turns, CALLS[tokens]),
+        "forebay, one copy": _timed(cycle(ours[:1]), turns_one, CALLS[tokens]),
+    }
+    series = {name: Series.of(values, "s") for name, values in interleave(arms, rounds).items()}
+    details = {
+        "seconds": medians(series),
+        "ratio_with_one_copy": series["vLLM, dense"].median / series["forebay, one copy"].median,
+        "tokens_per_second": {name: tokens / values.median for name, values in series.items()},
+        "floor": {"vLLM, dense": _floor(tokens, dtype, 0.0, 1.0), "forebay": _floor(tokens, dtype, 1.0, 1 - RHO)},
+    }
+    return series["vLLM, dense"].median / series["forebay"].median, details
+
+
+def _route(tokens: int, dtype: torch.dtype, random: torch.Generator) -> Routed:
+    x_TD = torch.randn(tokens, MODEL, generator=random).to(dtype)
+    weights_TK, ids_TK = torch.randn(tokens, EXPERTS, generator=random).softmax(1).topk(TOP_K)
+    return Routed(x_TD, weights_TK, ids_TK.int())
+
+
+def _dense(layers: Layers, batch: Routed) -> Tensor:
+    from vllm._custom_ops import cpu_fused_moe
+
+    y_TD, weights, ids = torch.empty_like(batch.x_TD), batch.weights_TK, batch.ids_TK
+    isa = layers.instruction_set
+    cpu_fused_moe(y_TD, batch.x_TD, layers.w13_EID, layers.w2_EDH, None, None, weights, ids, "silu", isa)
+    return y_TD
+
+
+def _ours(weights: ParserWeights, batch: Routed) -> Tensor:
+    return cpu.forward(batch.x_TD, batch.weights_TK, batch.ids_TK, weights, "silu")
+
+
+def _timed(runs: Any, batches: Any, calls: int) -> Callable[[], float]:
+    def seconds() -> float:
+        started = time.perf_counter()
+        for _ in range(calls):
+            next(runs)(next(batches))
+        return (time.perf_counter() - started) / calls
+
+    return seconds
+
+
+def _check(
+    dense: Callable[[Routed], Tensor], ours: Callable[[Routed], Tensor], batch: Routed, dtype: torch.dtype
+) -> None:
+    expected_TD, found_TD = dense(batch).float(), ours(batch).float()
+    error = float((found_TD - expected_TD).norm() / expected_TD.norm())
+    if not error <= TOLERANCE[dtype]:
+        raise ForebayError(f"the layers differ by {error:g}: the times mean nothing")
+
+
+def _floor(tokens: int, dtype: torch.dtype, backbones: float, share: float) -> dict[str, float]:
+    """Bytes of weights and floating-point operations that no way round: `share` of each expert, and the backbone."""
+    expert_size = 3 * HIDDEN * MODEL
+    hit = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** tokens)
+    return {
+        "bytes": (backbones + share * hit) * expert_size * dtype.itemsize,
+        "operations": 2 * tokens * (backbones + share * TOP_K) * expert_size,
+    }
