@@ -130,10 +130,15 @@ def check_layer(prefix: str, layer: int, config: ParserConfig, get: Get, names: 
     for name, tensor in zip(NAMES[:6], tensors, strict=False):
         if not tensor.dtype.is_floating_point or not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{prefix}.{name} has values that are no finite numbers")
-    _check_indices(prefix, kept, units, tensors[-2], tensors[-1])
+    check_indices(prefix, kept, units, tensors[-2], tensors[-1])
 
 
-def _check_indices(prefix: str, kept: list[int], units: int, indices: Tensor, offsets: Tensor) -> None:
+def check_indices(prefix: str, kept: list[int], units: int, indices: Tensor, offsets: Tensor) -> None:
+    """Check which units the experts of one layer keep: cheap, for these two tensors are small.
+
+    Raises:
+        CheckpointError: naming the tensor and the wrong unit.
+    """
     for name, tensor in ((INDICES, indices), (OFFSETS, offsets)):
         if tensor.dtype is not torch.int32:
             raise CheckpointError(f"{prefix}.{name} is {tensor.dtype}, not int32")

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def register() -> None:
@@ -40,13 +41,15 @@ def _register_parser() -> None:
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """End `vllm serve` with one line when its pool cannot be used.
+    """End `vllm serve` with one line when its compressed checkpoint or its pool cannot be used.
 
     Without this the mistake would surface half a minute later, as three processes' tracebacks.
 
     Raises:
         SystemExit: with the line.
     """
+    if len(arguments) > 2 and arguments[1] == "serve":
+        _check_checkpoint(Path(arguments[2]))
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, attached = option.partition("=")
         if name.replace("_", "-") != "--kv-transfer-config":
@@ -57,6 +60,23 @@ def check_command_line(arguments: Sequence[str]) -> None:
             continue  # vLLM says what is wrong with it
         if isinstance(config, dict) and config.get("kv_connector") == "ForebayConnector":
             _check_pool(config.get("kv_connector_extra_config") or {})
+
+
+def _check_checkpoint(folder: Path) -> None:
+    try:
+        found = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+    except (OSError, ValueError, AttributeError):
+        return  # no folder of ours: vLLM says what is wrong with it
+    if found.get("quant_method") != "parser":
+        return
+    from forebay.compression.checkpoint import parse_config
+    from forebay.compression.errors import CompressionError
+    from forebay.vllm_ext.parser.loading import check_folder
+
+    try:
+        check_folder(folder, parse_config(found))
+    except CompressionError as error:
+        raise SystemExit(f"forebay: {error}") from None
 
 
 def _check_pool(extra: dict[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -36,6 +37,7 @@ def engine(folder: str, **arguments: Any) -> Iterator[Any]:
         "logprobs_mode": "raw_logits",
     }
     llm = None
+    gc.freeze()  # or every engine's collections go through all of vLLM's modules, which takes half of its start
     try:
         llm = LLM(**engine_arguments(Path(folder), **{**defaults, **arguments}))
         yield llm

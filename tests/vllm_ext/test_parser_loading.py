@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from forebay.compression.checkpoint import NAMES, ParserConfig
 from forebay.compression.errors import CheckpointError
 from forebay.vllm_ext.parser.config import ParserQuantConfig
 from forebay.vllm_ext.parser.loading import PARAMETERS, RENAMED, LayerLoader
+from forebay.vllm_ext.plugin import check_command_line
 
 PREFIX = "model.layers.3.mlp.experts"
 KEPT = [2, 0, 1]
@@ -101,3 +104,35 @@ def test_configuration_of_another_version_is_refused() -> None:
 def test_no_folder_no_check(tmp_path: Path) -> None:
     """A name on a hub is vLLM's to fetch."""
     ParserQuantConfig(CONFIG).maybe_update_config("some/model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = {"model_type": "qwen3_moe", "quantization_config": CONFIG.model_dump(mode="json")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({f"{PREFIX}.{name}": tensor for name, tensor in tensors().items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_serve_starts_with_a_sound_folder(folder: Path) -> None:
+    check_command_line(["vllm", "serve", str(folder), "--port", "1"])
+    ParserQuantConfig(CONFIG).maybe_update_config(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("residual.up", None, f"{PREFIX}.residual.up is missing"),
+        ("residual.indices", torch.tensor([3, 1, 0]).int(), f"{PREFIX}.residual.indices: unit 1 is out of order"),
+    ],
+)
+def test_serve_ends_in_one_line(folder: Path, name: str, value: torch.Tensor | None, message: str) -> None:
+    stored = load_file(folder / "model.safetensors")
+    if value is None:
+        del stored[f"{PREFIX}.{name}"]
+    else:
+        stored[f"{PREFIX}.{name}"] = value
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(SystemExit, match=rf"^forebay: {message}") as ended:
+        check_command_line(["vllm", "serve", str(folder)])
+    assert "\n" not in str(ended.value)

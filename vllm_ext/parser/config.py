@@ -69,15 +69,15 @@ class ParserQuantConfig(QuantizationConfig):
         return WeightsMapper(orig_to_new_regex=RENAMED)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Look for every tensor of the compressed layers before any engine process is started.
+        """Check what can be checked before any engine process is started.
 
         Raises:
-            CheckpointError: one is missing.
+            CheckpointError: a tensor of the compressed layers is missing, or names a unit that does not exist.
         """
         if (folder := Path(model_name)).is_dir():
-            from forebay.vllm_ext.parser.loading import check_names
+            from forebay.vllm_ext.parser.loading import check_folder
 
-            check_names(folder, self.parser)
+            check_folder(folder, self.parser)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Ours for the routed experts of compressed layers, vLLM's plain ones for other experts and for linears."""

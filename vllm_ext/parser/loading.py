@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from forebay.compression.checkpoint import NAMES, ParserConfig, check_layer
+from forebay.compression.checkpoint import INDICES, NAMES, OFFSETS, ParserConfig, check_indices, check_layer
 from forebay.compression.errors import CheckpointError
 from forebay.compression.sharding import shard
 from forebay.kernels.parser_moe.weights import ParserWeights
@@ -37,18 +37,21 @@ PARAMETERS = {f"{'w2' if name in _DOWN else 'w13'}_{_short(name)}": name for nam
 """Parameters of the layer -> names in the checkpoint, in the order in which kernels take them."""
 
 
-def check_names(folder: Path, parser: ParserConfig) -> None:
-    """Look whether a folder names all tensors of its compressed layers.
+def check_folder(folder: Path, parser: ParserConfig) -> None:
+    """Check, without reading a weight, that all compressed layers are there and keep units that exist.
 
     Raises:
-        CheckpointError: naming the first that is missing.
+        CheckpointError: naming the first tensor that is missing or wrong.
         ModelError: the folder is none that can be read.
     """
     from forebay.compression.source import ModelFolder
 
     model = ModelFolder(folder)
     for layer in parser.layers:
-        _refuse_missing(model.family.prefix(layer), model.names)
+        prefix = model.family.prefix(layer)
+        _refuse_missing(prefix, model.names)
+        indices, offsets = model.get(f"{prefix}.{INDICES}"), model.get(f"{prefix}.{OFFSETS}")
+        check_indices(prefix, parser.kept[layer], parser.hidden_units, indices, offsets)
 
 
 def _refuse_missing(prefix: str, names: set[str]) -> None:

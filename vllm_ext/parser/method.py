@@ -28,17 +28,19 @@ def check_engine(parser: ParserConfig) -> None:
     """
     config = get_current_vllm_config()
     parallel = config.parallel_config
+    shared = "its experts share one backbone"
     refused = {
-        "--enable-expert-parallel": parallel.enable_expert_parallel,
-        "--enable-eplb": parallel.enable_eplb,
-        f"--data-parallel-size {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
-        "--enable-lora": config.lora_config is not None,
+        "--enable-expert-parallel": (parallel.enable_expert_parallel, shared),
+        "--enable-eplb": (parallel.enable_eplb, shared),
+        f"--data-parallel-size {parallel.data_parallel_size}": (parallel.data_parallel_size > 1, shared),
+        "--enable-lora": (config.lora_config is not None, "adapters of experts need dense weights"),
+        "--load-format dummy": (config.load_config.load_format == "dummy", "its weights say which units are kept"),
     }
-    for option, given in refused.items():
+    for option, (given, reason) in refused.items():
         if given:
             raise EngineError(
-                f"{option} does not work with a compressed checkpoint, whose experts share one backbone; "
-                f"leave it out (--tensor-parallel-size works), or serve the output of forebay compress restore"
+                f"{option} does not work with a compressed checkpoint: {reason}; leave it out "
+                f"(--tensor-parallel-size works), or serve the dense model that forebay compress restore writes"
             )
     check_ranks(parser.hidden_units, parallel.tensor_parallel_size)
 
@@ -87,8 +89,9 @@ class ParserMoEMethod(FusedMoEMethodBase):
     def _finish(self, layer: Any) -> None:
         weights = self.loader.finish(self.moe.tp_rank, self.moe.tp_size)
         for parameter, field in zip(PARAMETERS, weights.__dataclass_fields__, strict=True):
-            target = getattr(layer, parameter)
-            target.data = getattr(weights, field).to(target.device, target.dtype).contiguous()
+            target, value = getattr(layer, parameter), getattr(weights, field)
+            # A copy, or on a CPU the parameter could be the mapped file.
+            target.data = torch.empty(value.shape, dtype=target.dtype, device=target.device).copy_(value)
         self.complete = True
 
     def process_weights_after_loading(self, layer: Any) -> None:
