@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from forebay.compression.experts import Expert
@@ -95,6 +94,8 @@ def _align(cloud_H3D: Tensor, points_H3D: Tensor) -> Tensor:
     The squares of the points add the same to every assignment and are left out. Those of the units do so too, but with
     them most points have a unit of their own at once, and the assignment is found faster.
     """
+    from scipy.optimize import linear_sum_assignment  # serving must not need scipy
+
     cost = torch.addmm(cloud_H3D.square().sum(1), points_H3D, cloud_H3D.T, alpha=-2)
     _, units = linear_sum_assignment(cost.numpy())
     return torch.from_numpy(units)

@@ -1,7 +1,7 @@
 """Peak memory of a compression, against one MoE layer and its calibration rows: `peak_rss_vs_layer`.
 
-A model with two layers of random weights is compressed in a process of its own. What Python, PyTorch and transformers
-need before the model is looked at is not counted; the details have it.
+A model with two layers of random weights is compressed in a process of its own, after a model of 16 MB: what Python,
+PyTorch and transformers need for that is not counted; the details have it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ ROWS = 256
 PROBE = """
 import json, sys
 from pathlib import Path
-import torch, transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
-import scipy.optimize
 from forebay.compression.layer import Options
 from forebay.compression.run import Settings, compress
-AutoTokenizer.from_pretrained(sys.argv[1])
 def peak():
     status = Path("/proc/self/status").read_text().split()
     return int(status[status.index("VmHWM:") + 1]) * 1024
-before = peak()
 settings = Settings(**json.loads(sys.argv[3]) | {{"text": Path(sys.argv[4])}}, options=Options(max_rounds=1))
+compress(Path(sys.argv[5]), Path(sys.argv[2] + "-small"), settings)
+before = peak()
 compress(Path(sys.argv[1]), Path(sys.argv[2]), settings)
 print("RESULT", json.dumps([before, peak()]), flush=True)
 """.replace("{{", "{").replace("}}", "}")
@@ -53,7 +50,7 @@ def measure(context: Context) -> Measurement:
     text.write_text(" ".join(str(number * 7919 % 100_003) for number in range(sequences * LENGTH)))
     context.say("compressing it")
     settings = {"sequences": sequences, "length": LENGTH, "rows": ROWS, "layers": "all", "allow_unseen": True}
-    before, peak = _run([str(model), str(context.work / "out"), json.dumps(settings), str(text)])
+    before, peak = _run([str(model), str(context.work / "out"), json.dumps(settings), str(text), str(MODEL)])
     layer = 3 * experts * UNITS * SIZE * 2
     rows = experts * ROWS * SIZE * 4
     details = {
