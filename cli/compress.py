@@ -168,7 +168,7 @@ def _moe_extra() -> Iterator[None]:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     columns = (BarColumn(24), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=messages, transient=True) as bar:
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
 
