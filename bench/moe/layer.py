@@ -6,7 +6,7 @@ are in bfloat16, which vLLM serves such a checkpoint in; the full form times flo
 
 A model runs one layer after the other, so no layer finds its weights in the processor's cache. Our arm therefore turns
 through `COPIES` copies of its layer, more than fits in a cache; the dense layer is far larger than one. What one copy
-again and again takes is reported beside.
+again and again takes is reported beside. It lies on huge pages, where our vLLM method moves it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from forebay.kernels.parser_moe import cpu
 from forebay.kernels.parser_moe.reference import expert
 from forebay.kernels.parser_moe.weights import ParserWeights
 from forebay.storage.errors import ForebayError
+from forebay.storage.huge_pages import collapse
 
 EXPERTS, TOP_K, HIDDEN, MODEL, RHO = 60, 4, 1408, 2048, 0.9
 LEAST_KEPT = 4
@@ -124,7 +125,10 @@ def _kept(random: torch.Generator) -> Tensor:
 
 
 def _copy(weights: ParserWeights) -> ParserWeights:
-    return ParserWeights(**{field.name: getattr(weights, field.name).clone() for field in fields(weights)})
+    copies = {field.name: getattr(weights, field.name).clone() for field in fields(weights)}
+    for tensor in copies.values():
+        collapse(tensor.data_ptr(), tensor.nbytes)
+    return ParserWeights(**copies)
 
 
 def _vllm(dtype: torch.dtype) -> tuple[str, Callable[[Tensor, Tensor, str], None]]:

@@ -93,10 +93,16 @@ def _sizes(x_TD: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, weights: 
     rows, columns, kept_rows = (hidden, model), (model, hidden), (kept, model)
     shapes = (rows, rows, columns, kept_rows, kept_rows, kept_rows, (kept,), (experts + 1,))
     types = (dtype,) * 6 + (torch.int32,) * 2
-    for tensor, shape, expected, name in zip(_tensors(weights), shapes, types, weights.__slots__, strict=True):
-        if tensor.shape != shape or tensor.dtype != expected or not tensor.is_contiguous() or not tensor.is_cpu:
+    for number, tensor in enumerate(_tensors(weights)):
+        if (
+            tensor.shape != shapes[number]
+            or tensor.dtype is not types[number]
+            or not tensor.is_contiguous()
+            or not tensor.is_cpu
+        ):
             raise ValueError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on "
-                f"{tensor.device}; the kernels need contiguous {expected} of shape {shape} in host memory"
+                f"{weights.__slots__[number]} is {tensor.dtype} of shape {tuple(tensor.shape)}, strides "
+                f"{tensor.stride()}, on {tensor.device}; the kernels need contiguous {types[number]} of shape "
+                f"{shapes[number]} in host memory"
             )
     return tokens, top_k, experts, hidden, model, kept

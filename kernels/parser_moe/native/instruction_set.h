@@ -7,13 +7,17 @@
 
 enum {
     LINE = 64,              /* bytes */
-    TALL = 4, WIDE = 3,     /* 12 totals, 3 rows of weights and one of activations: 16 vector registers */
+    TALL = 4,               /* rows of activations at a time */
+    TOTALS = 12,            /* and so many sums; with `TALL` and one row of weights that is 16 vector registers */
     STEP = 6,               /* 12 vectors of weights, 2 totals, one factor */
-    FEW = 16,               /* rows of activations up to which converting weights ahead does not pay */
-    SMALL_BLOCK = 12,
+    SMALL_BLOCK = 12,       /* rows of weights that few rows of activations pass; any width fits */
 };
 
 INLINE long at_most(long a, long b) { return a < b ? a : b; }
+
+/* Rows of weights at a time: few rows of activations need more of them, as one sum waits for its last addition. */
+INLINE long width(long tall) { return tall <= 2 ? 6 : 3; }
+
 /* The first place in [low, high) of an ascending list that holds at least `value`. */
 static long lower_bound(const int32_t *list, long low, long high, long value)
 {

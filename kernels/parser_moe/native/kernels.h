@@ -9,17 +9,17 @@ INLINE Vector NAME(load_some)(const ELEMENT *from, long count)
     return LOAD(some);
 }
 
-/* total[n][m] += a[m][k:] * b[n][k:], `count` elements. */
-INLINE void NAME(step)(Vector total[WIDE][TALL], const float *const *a, const ELEMENT *const *b, long k, long count,
+/* total[m nb + n] += a[m][k:] * b[n][k:], `count` elements. What there is less of is held in registers. */
+INLINE void NAME(step)(Vector total[TOTALS], const float *const *a, const ELEMENT *const *b, long k, long count,
                        const int ma, const int nb)
 {
-    Vector right[WIDE];
-    for (int n = 0; n < nb; n++)
-        right[n] = count == LANES ? LOAD(b[n] + k) : NAME(load_some)(b[n] + k, count);
-    for (int m = 0; m < ma; m++) {
-        Vector left = load_f32(a[m] + k);
-        for (int n = 0; n < nb; n++)
-            total[n][m] += left * right[n];
+    Vector left[TALL];
+    for (int m = 0; m < ma; m++)
+        left[m] = load_f32(a[m] + k);
+    for (int n = 0; n < nb; n++) {
+        Vector right = count == LANES ? LOAD(b[n] + k) : NAME(load_some)(b[n] + k, count);
+        for (int m = 0; m < ma; m++)
+            total[m * nb + n] += left[m] * right;
     }
 }
 
@@ -29,11 +29,11 @@ INLINE void NAME(dots)(const float *const *a, const ELEMENT *const *b, const ELE
                        float *out, long stride, const int ma, const int nb)
 {
     enum { PER_LINE = LINE / sizeof(ELEMENT) };
-    Vector total[WIDE][TALL] = {0};
+    Vector total[TOTALS] = {0};
     long k = from;
     for (; k + PER_LINE <= to; k += PER_LINE) {
         if (ahead)
-            for (int n = 0; n < WIDE; n++)
+            for (int n = 0; n < nb; n++)
                 __builtin_prefetch(ahead[n] + k);
         for (long i = k; i < k + PER_LINE; i += LANES)
             NAME(step)(total, a, b, i, LANES, ma, nb);
@@ -42,35 +42,40 @@ INLINE void NAME(dots)(const float *const *a, const ELEMENT *const *b, const ELE
         NAME(step)(total, a, b, k, LANES, ma, nb);
     if (k < to)
         NAME(step)(total, a, b, k, to - k, ma, nb);
-    for (int n = 0; n < nb; n++) {
-        Quad all = sums(total[n]);
-        for (int m = 0; m < ma; m++)
-            out[m * stride + n] = from ? out[m * stride + n] + all[m] : all[m];
+    for (int i = 0; i < ma * nb; i += 4) {
+        Quad four = sums(total + i);
+        for (int j = 0; j < 4 && i + j < ma * nb; j++) {
+            float *to_add = out + (i + j) / nb * stride + (i + j) % nb;
+            *to_add = from ? *to_add + four[j] : four[j];
+        }
     }
 }
 
 #define DOTS(M, N) case M * 8 + N: NAME(dots)(a, b, ahead, from, to, out, stride, M, N); break;
-#define DOTS_OF(M) DOTS(M, 1) DOTS(M, 2) DOTS(M, 3)
 
 static void NAME(tile)(const float *const *a, const ELEMENT *const *b, const ELEMENT *const *ahead, long from, long to,
                        float *out, long stride, long ma, long nb)
 {
     switch (ma * 8 + nb) {
-        DOTS_OF(1) DOTS_OF(2) DOTS_OF(3) DOTS_OF(4)
+        DOTS(1, 1) DOTS(1, 2) DOTS(1, 3) DOTS(1, 4) DOTS(1, 5) DOTS(1, 6)
+        DOTS(2, 1) DOTS(2, 2) DOTS(2, 3) DOTS(2, 4) DOTS(2, 5) DOTS(2, 6)
+        DOTS(3, 1) DOTS(3, 2) DOTS(3, 3)
+        DOTS(4, 1) DOTS(4, 2) DOTS(4, 3)
     }
 }
 
 #undef DOTS
-#undef DOTS_OF
 
 /* The first rows of a fetch those `ahead`, of which there are `na`. */
 static void NAME(tiles)(const float *const *a, long ma, const ELEMENT *const *b, long nb, const ELEMENT *const *ahead,
                         long na, long from, long to, float *out, long stride)
 {
-    for (long m = 0; m < ma; m += TALL)
-        for (long n = 0; n < nb; n += WIDE)
-            NAME(tile)(a + m, b + n, !m && n + WIDE <= na ? ahead + n : NULL, from, to, out + m * stride + n, stride, at_most(TALL, ma - m),
-                       at_most(WIDE, nb - n));
+    for (long m = 0; m < ma; m += TALL) {
+        long tall = at_most(TALL, ma - m), wide = width(tall);
+        for (long n = 0; n < nb; n += wide)
+            NAME(tile)(a + m, b + n, !m && n + wide <= na ? ahead + n : NULL, from, to, out + m * stride + n, stride,
+                       tall, at_most(wide, nb - n));
+    }
 }
 
 /* Few rows of a: weights are converted in registers. A block of them stays in the second-level cache while the rows
@@ -78,7 +83,7 @@ static void NAME(tiles)(const float *const *a, long ma, const ELEMENT *const *b,
 static void NAME(multiply_few)(const float *const *a, long ma, const ELEMENT *const *b, long nb, long length,
                                float *out, long stride)
 {
-    long block = ma <= TALL ? WIDE : SMALL_BLOCK;
+    long block = ma <= TALL ? width(ma) : SMALL_BLOCK;
     for (long n = 0; n < nb; n += block)
         for (long from = 0; from < length; from += DEPTH)
             NAME(tiles)(a, ma, b + n, at_most(block, nb - n), b + n + block, nb - n - block, from,
@@ -99,7 +104,7 @@ static void NAME(unpack)(float *to, const ELEMENT *from, long count)
 static void NAME(multiply_many)(const float *const *a, long ma, const ELEMENT *const *b, long nb, long length,
                                 float *out, long stride, float *block)
 {
-    long even = (nb + BLOCK - 1) / BLOCK, size = ((nb + even - 1) / even + WIDE - 1) / WIDE * WIDE;
+    long even = (nb + BLOCK - 1) / BLOCK, size = ((nb + even - 1) / even + SMALL_BLOCK - 1) / SMALL_BLOCK * SMALL_BLOCK;
     for (long n = 0; n < nb; n += size)
         for (long from = 0; from < length; from += DEPTH) {
             long rows = at_most(size, nb - n), count = at_most(DEPTH, length - from);

@@ -214,10 +214,11 @@ static Scratch *make_scratches(int threads, size_t tokens, size_t pairs, size_t 
 
 /* ---- forward ---- */
 
-/* Columns per piece of work: few enough pieces that rows are read in long runs, enough that threads end together. */
-static long piece(long columns, int threads)
+/* Columns per piece of work. Pieces end threads together; with many tokens larger ones multiply faster. */
+static long piece(const Layer *layer, long columns, int threads)
 {
-    return min_long(256, round_up((columns + 4 * threads - 1) / (4 * threads), ROUND));
+    long pieces = (layer->tokens > FEW ? 4L : 8L) * threads;
+    return min_long(256, round_up((columns + pieces - 1) / pieces, 8));
 }
 
 static void run(const Layer *layer, const Plan *plan, const Kernels *kernels, Scratch *scratches, int threads,
@@ -237,7 +238,7 @@ static void run(const Layer *layer, const Plan *plan, const Kernels *kernels, Sc
 
 static int forward_tile(const Layer *layer, const Kernels *kernels, int threads)
 {
-    long units = piece(layer->hidden, threads), columns = piece(layer->model, threads);
+    long units = piece(layer, layer->hidden, threads), columns = piece(layer, layer->model, threads);
     Plan plan;
     if (make_plan(layer, &plan))
         return -1;
@@ -250,6 +251,13 @@ static int forward_tile(const Layer *layer, const Kernels *kernels, int threads)
     return scratches ? 0 : -1;
 }
 
+/* A thread that wakes up for less than some 10 microseconds of work costs more than it brings. */
+static int useful(const Layer *layer, int threads)
+{
+    long products = 3 * layer->tokens * layer->hidden * layer->model;
+    return (int)min_long(threads, 1 + products / (1 << 17));
+}
+
 int layer_forward(const Layer *layer, const Kernels *kernels, int threads)
 {
     for (long first = 0; first < layer->tokens; first += TILE) {
@@ -259,7 +267,7 @@ int layer_forward(const Layer *layer, const Kernels *kernels, int threads)
         tile.y_TD += first * layer->model;
         tile.topk_weights_TK += first * layer->top_k;
         tile.topk_ids_TK += first * layer->top_k;
-        if (forward_tile(&tile, kernels, threads))
+        if (forward_tile(&tile, kernels, useful(&tile, threads)))
             return -1;
     }
     return 0;

@@ -12,6 +12,7 @@
 enum {
     DEPTH = 1024,           /* floats: four rows of activations fill half of a first-level cache of 32 KiB */
     BLOCK = 48,             /* rows of weights: DEPTH floats of each are half of a second-level cache, 512 KiB */
+    FEW = 16,               /* rows of activations up to which converting weights ahead does not pay */
     ROUND = 16,             /* floats in the longest vector of any instruction set */
 };
 
