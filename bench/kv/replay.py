@@ -139,7 +139,7 @@ class Replay:
         """Start storing; every block has its row, and the rows never change."""
         step = max(1, self._limit // self.chunk) if wait else max(1, len(keys))
         for start in range(0, len(keys), step):
-            if wait and self.pool.stats().pending_store_bytes > self._limit:
+            if wait:  # what is being written cannot be evicted: others would go in its place
                 self._drain()
             plans = self.pool.prepare_store(keys[start : start + step], (self.chunk,))
             rows = dict(zip(keys, blocks, strict=True))
