@@ -29,9 +29,11 @@ def native(name: str, folder: str, *flags: str) -> Extension:
     )
 
 
+# -fno-wrapv takes back a flag of Python's with which compilers do not unroll the loops of the kernels.
+MATHS = ("-fopenmp", "-ffp-contract=fast", "-fno-wrapv")
 NATIVE = [
     native("forebay.storage.device._native", "storage/device/native", "-pthread"),
-    native("forebay.kernels.parser_moe._cpu", "kernels/parser_moe/native", "-fopenmp", "-ffp-contract=fast"),
+    native("forebay.kernels.parser_moe._cpu", "kernels/parser_moe/native", *MATHS),
 ]
 
 setup(

@@ -9,17 +9,32 @@ INLINE Vector NAME(load_some)(const ELEMENT *from, long count)
     return LOAD(some);
 }
 
-/* total[m nb + n] += a[m][k:] * b[n][k:], `count` elements. What there is less of is held in registers. */
+INLINE Vector NAME(take)(const ELEMENT *from, long count)
+{
+    return count == LANES ? LOAD(from) : NAME(load_some)(from, count);
+}
+
+/* total[m nb + n] += a[m][k:] * b[n][k:], `count` elements. Of the two, those that are fewer are held in registers. */
 INLINE void NAME(step)(Vector total[TOTALS], const float *const *a, const ELEMENT *const *b, long k, long count,
                        const int ma, const int nb)
 {
-    Vector left[TALL];
-    for (int m = 0; m < ma; m++)
-        left[m] = load_f32(a[m] + k);
-    for (int n = 0; n < nb; n++) {
-        Vector right = count == LANES ? LOAD(b[n] + k) : NAME(load_some)(b[n] + k, count);
+    Vector held[TALL];
+    if (ma > nb) {
+        for (int n = 0; n < nb; n++)
+            held[n] = NAME(take)(b[n] + k, count);
+        for (int m = 0; m < ma; m++) {
+            Vector left = load_f32(a[m] + k);
+            for (int n = 0; n < nb; n++)
+                total[m * nb + n] += left * held[n];
+        }
+    } else {
         for (int m = 0; m < ma; m++)
-            total[m * nb + n] += left[m] * right;
+            held[m] = load_f32(a[m] + k);
+        for (int n = 0; n < nb; n++) {
+            Vector right = NAME(take)(b[n] + k, count);
+            for (int m = 0; m < ma; m++)
+                total[m * nb + n] += held[m] * right;
+        }
     }
 }
 
@@ -35,8 +50,8 @@ INLINE void NAME(dots)(const float *const *a, const ELEMENT *const *b, const ELE
         if (ahead)
             for (int n = 0; n < nb; n++)
                 __builtin_prefetch(ahead[n] + k);
-        for (long i = k; i < k + PER_LINE; i += LANES)
-            NAME(step)(total, a, b, i, LANES, ma, nb);
+        for (int i = 0; i < PER_LINE; i += LANES)
+            NAME(step)(total, a, b, k + i, LANES, ma, nb);
     }
     for (; k + LANES <= to; k += LANES)
         NAME(step)(total, a, b, k, LANES, ma, nb);
