@@ -49,7 +49,7 @@ INLINE void NAME(dots)(const float *const *a, const ELEMENT *const *b, const ELE
     for (; k + PER_LINE <= to; k += PER_LINE) {
         if (ahead)
             for (int n = 0; n < nb; n++)
-                __builtin_prefetch(ahead[n] + k);
+                __builtin_prefetch(ahead[n] + k, 0, 2);
         for (int i = 0; i < PER_LINE; i += LANES)
             NAME(step)(total, a, b, k + i, LANES, ma, nb);
     }
@@ -115,6 +115,18 @@ static void NAME(unpack)(float *to, const ELEMENT *from, long count)
         store(to + i, NAME(load_some)(from + i, count - i));
 }
 
+/* The rows of the next pass are fetched while the first tiles of this one are computed. */
+static void NAME(passes)(const float *const *a, long ma, const float *const *b, long nb, long from, long to, float *out,
+                         long stride)
+{
+    for (long m = 0; m < ma; m += TALL) {
+        long tall = at_most(TALL, ma - m), wide = width(tall);
+        for (long n = 0; n < nb; n += wide)
+            tile_f32(a + m, b + n, n < 2 * wide && m + TALL + n + wide <= ma ? a + m + TALL + n : NULL, from, to,
+                     out + m * stride + n, stride, tall, at_most(wide, nb - n));
+    }
+}
+
 /* Many rows of a: blocks of weights are first converted, and laid close together so that they do not evict each other. */
 static void NAME(multiply_many)(const float *const *a, long ma, const ELEMENT *const *b, long nb, long length,
                                 float *out, long stride, float *block)
@@ -128,7 +140,7 @@ static void NAME(multiply_many)(const float *const *a, long ma, const ELEMENT *c
                 NAME(unpack)(block + i * (DEPTH + LANES), b[n + i] + from, count);
                 packed[i] = block + i * (DEPTH + LANES) - from;
             }
-            tiles_f32(a, ma, packed, rows, NULL, 0, from, from + (count + LANES - 1) / LANES * LANES, out + n, stride);
+            NAME(passes)(a, ma, packed, rows, from, from + (count + LANES - 1) / LANES * LANES, out + n, stride);
         }
 }
 

@@ -17,6 +17,7 @@ static int thread_number(void) { return 0; }
 
 enum {
     TILE = 2048,            /* tokens at a time: bounds the memory, and is far beyond where speed saturates */
+    MOST = 256,             /* columns per piece of work with many tokens */
     ALIGNMENT = 64,         /* bytes: a line of the cache */
 };
 
@@ -214,11 +215,19 @@ static Scratch *make_scratches(int threads, size_t tokens, size_t pairs, size_t 
 
 /* ---- forward ---- */
 
-/* Columns per piece of work. Pieces end threads together; with many tokens larger ones multiply faster. */
-static long piece(const Layer *layer, long columns, int threads)
+static long piece(long columns, int pieces) { return round_up((columns + pieces - 1) / pieces, 8); }
+
+/* Hidden units per piece of work, then columns of y. With few tokens memory decides, which is fastest in long runs: the
+ * rows of down that experts keep are cut into pieces of `columns`. With many, pieces must fit into the cache. */
+static void pieces(const Layer *layer, int threads, long *units, long *columns)
 {
-    long pieces = (layer->tokens > FEW ? 4L : 8L) * threads;
-    return min_long(256, round_up((columns + pieces - 1) / pieces, 8));
+    if (layer->tokens <= FEW) {
+        *units = piece(layer->hidden, 2 * threads);
+        *columns = piece(layer->model, threads);
+    } else {
+        *units = min_long(MOST, piece(layer->hidden, 4 * threads));
+        *columns = min_long(MOST, piece(layer->model, 4 * threads));
+    }
 }
 
 static void run(const Layer *layer, const Plan *plan, const Kernels *kernels, Scratch *scratches, int threads,
@@ -238,8 +247,9 @@ static void run(const Layer *layer, const Plan *plan, const Kernels *kernels, Sc
 
 static int forward_tile(const Layer *layer, const Kernels *kernels, int threads)
 {
-    long units = piece(layer, layer->hidden, threads), columns = piece(layer, layer->model, threads);
+    long units, columns;
     Plan plan;
+    pieces(layer, threads, &units, &columns);
     if (make_plan(layer, &plan))
         return -1;
     Scratch *scratches =
