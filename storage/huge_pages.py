@@ -1,4 +1,4 @@
-"""Moving memory that is in use onto huge pages, so that direct I/O into it comes in few pieces.
+"""Moving memory that is in use onto huge pages, so that direct I/O into it comes in few pieces, and few page walks.
 
 A 1 MiB read into scattered 4 KiB pages is 256 pieces for the kernel, the controller and the drive, and often more than
 one request; into huge pages it is one. Measured on one virtual machine: 0.45 against 1.8 GB/s, 0.12 against 0.034 CPU

@@ -5,7 +5,8 @@ Two parallel loops, both free of conflicts, so that results do not depend on the
 * over hidden units: the backbone's gate and up rows for all tokens, then per expert its kept units among them;
 * over columns of the output: the backbone's down for all tokens, then per expert the down rows of its kept units.
 
-Weights are read as they lie, row-major, in their own type and converted in registers; everything else is float32.
+Weights and tokens are read as they lie, row-major, in their own types and converted in registers; everything between
+is float32.
 Shape letters as in `weights.py`.
 """
 
@@ -53,15 +54,12 @@ def forward(
     sizes = _sizes(x_TD, topk_weights_TK, topk_ids_TK, weights)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; the kernels know {', '.join(ACTIVATIONS)}")
-    y_TD = torch.empty(x_TD.shape, dtype=torch.float32)
-    inputs = (
-        x_TD.to(torch.float32).contiguous(),
-        topk_weights_TK.to(torch.float32).contiguous(),
-        topk_ids_TK.to(torch.int32).contiguous(),
-    )
-    addresses = tuple(tensor.data_ptr() for tensor in (y_TD, *inputs, *_tensors(weights)))
-    threads = torch.get_num_threads()
-    _cpu.forward(variant, ELEMENTS[weights.gate_HD.dtype], ACTIVATIONS[activation], threads, addresses, sizes)
+    read_TD = (x_TD if x_TD.dtype in ELEMENTS else x_TD.to(torch.float32)).contiguous()
+    y_TD = torch.empty_like(read_TD)
+    routing = topk_weights_TK.to(torch.float32).contiguous(), topk_ids_TK.to(torch.int32).contiguous()
+    addresses = tuple(tensor.data_ptr() for tensor in (y_TD, read_TD, *routing, *_tensors(weights)))
+    elements = ELEMENTS[weights.gate_HD.dtype], ELEMENTS[read_TD.dtype]
+    _cpu.forward(variant, *elements, ACTIVATIONS[activation], torch.get_num_threads(), addresses, sizes)
     return y_TD.to(x_TD.dtype)
 
 

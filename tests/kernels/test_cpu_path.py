@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,29 @@ def test_subnormal_halves() -> None:
 def test_input_of_another_type_than_the_weights() -> None:
     inputs = random_inputs(5, 2, dtype=torch.bfloat16)
     assert error(inputs._replace(x_TD=inputs.x_TD.float(), ids_TK=inputs.ids_TK.long())) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", cpu.VARIANTS)
+@pytest.mark.parametrize("scale", [1e-9, 1e-6, 1.0, 1e5, 1e38])
+def test_output_is_rounded_as_torch_does(scale: float, variant: str, dtype: torch.dtype) -> None:
+    inputs = random_inputs(33, 3, dim=301)
+    narrow = inputs.x_TD.to(dtype)
+    narrow[5, 7], narrow[6, 8] = torch.nan, torch.inf
+    weights = replace(
+        inputs.weights, down_DH=inputs.weights.down_DH * scale, residual_down_RD=inputs.weights.residual_down_RD * scale
+    )
+    wide_TD = cpu.forward(*inputs._replace(x_TD=narrow.float(), weights=weights), "silu", variant=variant)
+    found_TD = cpu.forward(*inputs._replace(x_TD=narrow, weights=weights), "silu", variant=variant)
+    torch.testing.assert_close(found_TD, wide_TD.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_calls_at_the_same_time() -> None:
+    inputs = [random_inputs(tokens, 2) for tokens in (1, 300, 40, 2100)]
+    expected = [cpu.forward(*one, "silu") for one in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda turn: cpu.forward(*inputs[turn % 4], "silu"), range(40)))
+    assert all(torch.equal(y_TD, expected[turn % 4]) for turn, y_TD in enumerate(found))
 
 
 def test_no_pair_is_ours() -> None:

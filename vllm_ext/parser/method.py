@@ -14,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 import forebay.kernels.parser_moe.ops  # noqa: F401  registers torch.ops.forebay.parser_moe
 from forebay.compression.checkpoint import ParserConfig
 from forebay.compression.sharding import EngineError, check_ranks
+from forebay.storage.huge_pages import collapse
 from forebay.vllm_ext.parser.loading import PARAMETERS, LayerLoader
 from forebay.vllm_ext.parser.report import LoadReport
 
@@ -95,7 +96,7 @@ class ParserMoEMethod(FusedMoEMethodBase):
         self.complete = True
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Say what was loaded.
+        """Say what was loaded, and move it onto huge pages where the host's memory has them.
 
         Raises:
             CheckpointError: a tensor of the layer never came.
@@ -104,6 +105,9 @@ class ParserMoEMethod(FusedMoEMethodBase):
             self._finish(layer)
         weights = [getattr(layer, parameter) for parameter in PARAMETERS]
         kernel = "Triton" if weights[0].is_cuda else "CPU kernel"
+        if not weights[0].is_cuda:
+            for weight in weights:
+                collapse(weight.data_ptr(), weight.nbytes)
         dense = 3 * self.parser.experts * weights[0].nbytes
         self.report.add(sum(weight.nbytes for weight in weights), dense, kernel)
 

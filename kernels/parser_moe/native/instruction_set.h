@@ -6,7 +6,6 @@
 #include "vector.h"
 
 enum {
-    LINE = 64,              /* bytes */
     TALL = 4,               /* rows of activations at a time */
     TOTALS = 12,            /* and so many sums; with `TALL` and one row of weights that is 16 vector registers */
     STEP = 6,               /* 12 vectors of weights, 2 totals, one factor */
@@ -33,22 +32,29 @@ static long lower_bound(const int32_t *list, long low, long high, long value)
 
 #define ELEMENT float
 #define LOAD load_f32
+#define STORE store_f32
 #define NAME(name) name##_f32
 #include "kernels.h"
 #undef ELEMENT
 #undef LOAD
+#undef STORE
 #undef NAME
 
 #define ELEMENT uint16_t
 #define LOAD load_bf16
+#define STORE store_bf16
 #define NAME(name) name##_bf16
 #include "kernels.h"
 #undef LOAD
+#undef STORE
 #undef NAME
 
 #define LOAD load_f16
+#define STORE store_f16
 #define NAME(name) name##_f16
 #include "kernels.h"
 
+#define KERNELS(type, element) {hidden_##type, output_##type, unpack_##type, pack_##type, sizeof(element)}
+
 const Kernels TABLE[ELEMENTS] = {
-    [F32] = {hidden_f32, output_f32}, [BF16] = {hidden_bf16, output_bf16}, [F16] = {hidden_f16, output_f16}};
+    [F32] = KERNELS(f32, float), [BF16] = KERNELS(bf16, uint16_t), [F16] = KERNELS(f16, uint16_t)};

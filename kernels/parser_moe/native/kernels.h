@@ -44,7 +44,9 @@ INLINE void NAME(dots)(const float *const *a, const ELEMENT *const *b, const ELE
                        float *out, long stride, const int ma, const int nb)
 {
     enum { PER_LINE = LINE / sizeof(ELEMENT) };
-    Vector total[TOTALS] = {0};
+    Vector total[TOTALS];
+    for (int i = 0; i < (ma * nb + 3) / 4 * 4; i++) /* `= {0}` would be a slow instruction for all of them */
+        total[i] = splat(0);
     long k = from;
     for (; k + PER_LINE <= to; k += PER_LINE) {
         if (ahead)
@@ -105,14 +107,26 @@ static void NAME(multiply_few)(const float *const *a, long ma, const ELEMENT *co
                         at_most(from + DEPTH, length), out + n, stride);
 }
 
-/* `count` elements as floats, with zeros up to a whole vector. */
-static void NAME(unpack)(float *to, const ELEMENT *from, long count)
+static void NAME(unpack)(float *to, const void *elements, long count)
 {
+    const ELEMENT *from = elements;
     long i = 0;
     for (; i + LANES <= count; i += LANES)
         store(to + i, LOAD(from + i));
     if (i < count)
         store(to + i, NAME(load_some)(from + i, count - i));
+}
+
+static void NAME(pack)(void *elements, const float *from, long count)
+{
+    ELEMENT *to = elements, some[LANES];
+    long i = 0;
+    for (; i + LANES <= count; i += LANES)
+        STORE(to + i, load_f32(from + i));
+    if (i < count) {
+        STORE(some, load_some_f32(from + i, count - i));
+        __builtin_memcpy(to + i, some, sizeof(ELEMENT) * (size_t)(count - i));
+    }
 }
 
 /* The rows of the next pass are fetched while the first tiles of this one are computed. */
@@ -170,7 +184,7 @@ static void NAME(backbone_hidden)(const Layer *layer, const Plan *plan, Scratch 
     long count = to - from;
     NAME(list)(scratch->rows, layer->gate_HD, from, to, layer->model);
     NAME(list)(scratch->rows + count, layer->up_HD, from, to, layer->model);
-    NAME(multiply)(plan->x, layer->tokens, 2 * count, layer->model, scratch->gate_up, 2 * count, scratch);
+    NAME(multiply)((const float *const *)plan->x, layer->tokens, 2 * count, layer->model, scratch->gate_up, 2 * count, scratch);
     for (long t = 0; t < layer->tokens; t++) {
         const float *gate = scratch->gate_up + 2 * count * t;
         float *base = scratch->base + count * t, *hidden = plan->hidden[t] + from;
@@ -215,7 +229,7 @@ static void NAME(hidden)(const Layer *layer, const Plan *plan, Scratch *scratch,
             continue;
         NAME(list)(scratch->rows, layer->residual_gate_RD, first, last, layer->model);
         NAME(list)(scratch->rows + count, layer->residual_up_RD, first, last, layer->model);
-        NAME(multiply)(group->x, group->pairs, 2 * count, layer->model, scratch->residual, 2 * count, scratch);
+        NAME(multiply)((const float *const *)group->x, group->pairs, 2 * count, layer->model, scratch->residual, 2 * count, scratch);
         for (long pair = 0; pair < group->pairs; pair++)
             NAME(correct)(layer, plan, scratch, group, pair, first, last, from, to);
     }
@@ -277,5 +291,5 @@ static void NAME(output)(const Layer *layer, const Plan *plan, Scratch *scratch,
     for (const Group *group = plan->groups; group < plan->groups + plan->count; group++)
         NAME(residual_output)(layer, group, from, to);
     for (long t = 0; t < layer->tokens; t++)
-        __builtin_memcpy(layer->y_TD + t * layer->model + from, plan->y[t] + from, sizeof(float) * count);
+        layer->rows->pack((char *)layer->y_TD + (t * layer->model + from) * layer->rows->size, plan->y[t] + from, count);
 }

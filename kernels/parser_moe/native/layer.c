@@ -17,8 +17,9 @@ static int thread_number(void) { return 0; }
 
 enum {
     TILE = 2048,            /* tokens at a time: bounds the memory, and is far beyond where speed saturates */
+    DECODE = 16,            /* tokens up to which reading the weights takes longer than computing */
     MOST = 256,             /* columns per piece of work with many tokens */
-    ALIGNMENT = 64,         /* bytes: a line of the cache */
+    TURNS = 6,              /* pieces for each thread then, so that all end together though other work holds one up */
 };
 
 static long min_long(long a, long b) { return a < b ? a : b; }
@@ -49,7 +50,7 @@ const char *layer_problem(const Layer *layer)
 static void *take(char **next, size_t bytes)
 {
     char *piece = *next;
-    *next += round_up((long)bytes, ALIGNMENT);
+    *next += round_up((long)bytes, LINE);
     return piece;
 }
 
@@ -86,7 +87,7 @@ static size_t count_pairs(const Layer *layer, int32_t *start)
 typedef struct {
     int32_t *token;
     float *weight;
-    const float **x;
+    float **x;
     float **y;
     float *hidden;
     float *x_TD, *y_TD, *hidden_TH;
@@ -94,7 +95,6 @@ typedef struct {
 
 /* Whole vectors may be read at the end, and rows a power of two apart would fall into the same sets of a cache. */
 static size_t row_stride(long length) { return (size_t)round_up(length, ROUND) + ROUND; }
-
 
 static void cut_plan(const Layer *layer, Plan *plan, Arrays *arrays, size_t hidden, char **next)
 {
@@ -115,21 +115,21 @@ static void cut_plan(const Layer *layer, Plan *plan, Arrays *arrays, size_t hidd
     arrays->hidden = take(next, sizeof(float) * hidden);
 }
 
-static float *padded(float *row, long length)
-{
-    memset(row + length, 0, sizeof(float) * (row_stride(length) - (size_t)length));
-    return row;
-}
-
-static void fill_tokens(const Layer *layer, Plan *plan, const Arrays *arrays)
+static void place_tokens(const Layer *layer, Plan *plan, const Arrays *arrays)
 {
     for (long t = 0; t < layer->tokens; t++) {
-        float *row = padded(arrays->x_TD + (size_t)t * row_stride(layer->model), layer->model);
-        plan->x[t] = memcpy(row, layer->x_TD + t * layer->model, sizeof(float) * (size_t)layer->model);
+        plan->x[t] = arrays->x_TD + (size_t)t * row_stride(layer->model);
         plan->y[t] = arrays->y_TD + t * plan->y_stride;
-        plan->hidden[t] = padded(arrays->hidden_TH + (size_t)t * row_stride(layer->hidden), layer->hidden);
+        plan->hidden[t] = arrays->hidden_TH + (size_t)t * row_stride(layer->hidden);
         plan->weight_T[t] = 0;
     }
+}
+
+static void fill_token(const Layer *layer, const Plan *plan, long t)
+{
+    long hidden = layer->hidden;
+    layer->rows->unpack(plan->x[t], (const char *)layer->x_TD + t * layer->model * layer->rows->size, layer->model);
+    memset(plan->hidden[t] + hidden, 0, sizeof(float) * (row_stride(hidden) - (size_t)hidden));
 }
 
 /* Moves start[e] to the end of expert e's pairs, which is where expert e + 1 began. */
@@ -173,11 +173,11 @@ static int make_plan(const Layer *layer, Plan *plan)
         return -1;
     size_t hidden = count_pairs(layer, start);
     cut_plan(layer, plan, &arrays, hidden, &size);
-    plan->memory = aligned_alloc(ALIGNMENT, (size_t)(size - (char *)NULL));
+    plan->memory = memory_take(PLAN_MEMORY, (size_t)(size - (char *)NULL));
     if (plan->memory) {
         char *next = plan->memory;
         cut_plan(layer, plan, &arrays, hidden, &next);
-        fill_tokens(layer, plan, &arrays);
+        place_tokens(layer, plan, &arrays);
         fill_pairs(layer, plan, &arrays, start);
         fill_groups(layer, plan, &arrays, start);
     }
@@ -204,8 +204,8 @@ static Scratch *make_scratches(int threads, size_t tokens, size_t pairs, size_t 
     char *end = NULL;
     Scratch one;
     cut_scratch(&one, tokens, pairs, width, &end);
-    size_t size = (size_t)(end - (char *)NULL), table = (size_t)round_up((long)sizeof(Scratch) * threads, ALIGNMENT);
-    char *memory = aligned_alloc(ALIGNMENT, table + size * (size_t)threads);
+    size_t size = (size_t)(end - (char *)NULL), table = (size_t)round_up((long)sizeof(Scratch) * threads, LINE);
+    char *memory = memory_take(SCRATCH_MEMORY, table + size * (size_t)threads);
     for (int i = 0; memory && i < threads; i++) {
         char *next = memory + table + size * (size_t)i;
         cut_scratch((Scratch *)memory + i, tokens, pairs, width, &next);
@@ -221,12 +221,12 @@ static long piece(long columns, int pieces) { return round_up((columns + pieces 
  * rows of down that experts keep are cut into pieces of `columns`. With many, pieces must fit into the cache. */
 static void pieces(const Layer *layer, int threads, long *units, long *columns)
 {
-    if (layer->tokens <= FEW) {
+    if (layer->tokens <= DECODE) {
         *units = piece(layer->hidden, 2 * threads);
         *columns = piece(layer->model, threads);
     } else {
-        *units = min_long(MOST, piece(layer->hidden, 4 * threads));
-        *columns = min_long(MOST, piece(layer->model, 4 * threads));
+        *units = min_long(MOST, piece(layer->hidden, TURNS * threads));
+        *columns = min_long(MOST, piece(layer->model, TURNS * threads));
     }
 }
 
@@ -236,6 +236,9 @@ static void run(const Layer *layer, const Plan *plan, const Kernels *kernels, Sc
 #pragma omp parallel num_threads(threads)
     {
         Scratch *scratch = scratches + thread_number();
+#pragma omp for
+        for (long t = 0; t < layer->tokens; t++)
+            fill_token(layer, plan, t);
 #pragma omp for schedule(dynamic, 1)
         for (long from = 0; from < layer->hidden; from += units)
             kernels->hidden(layer, plan, scratch, from, min_long(from + units, layer->hidden));
@@ -256,8 +259,8 @@ static int forward_tile(const Layer *layer, const Kernels *kernels, int threads)
         make_scratches(threads, (size_t)layer->tokens, (size_t)plan.most, (size_t)max_long(units, columns));
     if (scratches)
         run(layer, &plan, kernels, scratches, threads, units, columns);
-    free(scratches);
-    free(plan.memory);
+    memory_give(SCRATCH_MEMORY, scratches);
+    memory_give(PLAN_MEMORY, plan.memory);
     return scratches ? 0 : -1;
 }
 
@@ -273,8 +276,8 @@ int layer_forward(const Layer *layer, const Kernels *kernels, int threads)
     for (long first = 0; first < layer->tokens; first += TILE) {
         Layer tile = *layer;
         tile.tokens = min_long(TILE, layer->tokens - first);
-        tile.x_TD += first * layer->model;
-        tile.y_TD += first * layer->model;
+        tile.x_TD = (const char *)layer->x_TD + first * layer->model * layer->rows->size;
+        tile.y_TD = (char *)layer->y_TD + first * layer->model * layer->rows->size;
         tile.topk_weights_TK += first * layer->top_k;
         tile.topk_ids_TK += first * layer->top_k;
         if (forward_tile(&tile, kernels, useful(&tile, threads)))

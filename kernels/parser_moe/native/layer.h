@@ -1,7 +1,7 @@
 /* One forward pass of a compressed MoE layer on the CPU, and the kernels that it is made of.
  *
  * Shape letters as in weights.py: T tokens, K experts per token, E experts, H hidden units, D model dimension, R kept
- * units of all experts. All activations here are float; weights are float, bfloat16 or half, converted in registers.
+ * units of all experts. What is computed on the way is float; weights, x and y are float, bfloat16 or half.
  */
 #ifndef FOREBAY_LAYER_H
 #define FOREBAY_LAYER_H
@@ -10,20 +10,24 @@
 #include <stdint.h>
 
 enum {
-    DEPTH = 1024,           /* floats: four rows of activations fill half of a first-level cache of 32 KiB */
+    DEPTH = 768,            /* floats: seven rows, of activations and weights, fit into a first-level cache of 32 KiB */
     BLOCK = 48,             /* rows of weights: DEPTH floats of each are half of a second-level cache, 512 KiB */
-    FEW = 16,               /* rows of activations up to which converting weights ahead does not pay */
+    FEW = 48,               /* rows of activations up to which converting weights ahead does not pay */
+    LINE = 64,              /* bytes in a line of the cache */
     ROUND = 16,             /* floats in the longest vector of any instruction set */
 };
 
+typedef struct Kernels Kernels;
+
 typedef struct {
-    const float *x_TD;
+    const void *x_TD;
     const float *topk_weights_TK;
     const int32_t *topk_ids_TK;
     const void *gate_HD, *up_HD, *down_DH;
     const void *residual_gate_RD, *residual_up_RD, *residual_down_RD;
     const int32_t *indices_R, *offsets_E1;
-    float *y_TD;
+    void *y_TD;
+    const Kernels *rows;    /* those for the type of x and y */
     long tokens, top_k, experts, hidden, model, kept;
     int activation;
 } Layer;
@@ -34,7 +38,7 @@ typedef struct {
     long pairs;             /* how many tokens */
     const int32_t *token;   /* per pair */
     const float *weight;    /* per pair: the router's weight */
-    const float **x;        /* per pair: the token's row of x */
+    float **x;              /* per pair: the token's row of x */
     float **y;              /* per pair: the token's row of plan->y */
     float *hidden;          /* pairs x kept: weighted hidden values of the kept units */
 } Group;
@@ -43,7 +47,7 @@ typedef struct {
     Group *groups;
     long count;
     long most;              /* pairs of the largest group; more than T if a token names an expert twice */
-    const float **x;        /* per token: its row of x, with room for a whole vector beyond its end */
+    float **x;              /* per token: its row of x, with room for a whole vector beyond its end */
     float *weight_T;        /* sum of the token's router weights */
     float **y;              /* per token: where its row of y is summed, as far apart as the rows of x */
     long y_stride;
@@ -66,10 +70,18 @@ typedef void HiddenKernel(const Layer *layer, const Plan *plan, Scratch *scratch
 /* Columns [from, to) of y. Needs all of plan->hidden. */
 typedef void OutputKernel(const Layer *layer, const Plan *plan, Scratch *scratch, long from, long to);
 
-typedef struct {
+/* `count` floats from elements, with zeros up to a whole vector, and back, rounded to nearest even. */
+typedef void Unpack(float *to, const void *from, long count);
+typedef void Pack(void *to, const float *from, long count);
+
+/* For one type of elements. */
+struct Kernels {
     HiddenKernel *hidden;
     OutputKernel *output;
-} Kernels;
+    Unpack *unpack;
+    Pack *pack;
+    long size;              /* bytes of an element */
+};
 
 enum { SILU, GELU, GELU_TANH, ACTIVATIONS };
 enum { F32, BF16, F16, ELEMENTS };
@@ -80,5 +92,11 @@ extern const Kernels portable_kernels[ELEMENTS], avx2_kernels[ELEMENTS], avx512_
 const char *layer_problem(const Layer *layer);
 /* y. Returns 0, or -1 for no memory. */
 int layer_forward(const Layer *layer, const Kernels *kernels, int threads);
+
+/* Memory for one call, aligned to lines of the cache. What was given back last is kept for the next call of its kind: the
+ * kernel would clear its pages again. NULL when there is none. */
+enum { PLAN_MEMORY, SCRATCH_MEMORY, MEMORIES };
+void *memory_take(int kind, size_t bytes);
+void memory_give(int kind, void *memory);
 
 #endif

@@ -56,21 +56,22 @@ static PyObject *forward(PyObject *self, PyObject *args)
     unsigned long long address[12];
     Layer layer;
     const char *variant;
-    int element, threads, result;
-    if (!PyArg_ParseTuple(args, "siii(KKKKKKKKKKKK)(llllll)", &variant, &element, &layer.activation, &threads, &address[0],
+    int element, row_element, threads, result;
+    if (!PyArg_ParseTuple(args, "siiii(KKKKKKKKKKKK)(llllll)", &variant, &element, &row_element, &layer.activation, &threads, &address[0],
                           &address[1], &address[2], &address[3], &address[4], &address[5], &address[6], &address[7],
                           &address[8], &address[9], &address[10], &address[11], &layer.tokens, &layer.top_k,
                           &layer.experts, &layer.hidden, &layer.model, &layer.kept))
         return NULL;
     const Kernels *kernels = kernels_of(variant, element);
-    if (!kernels)
+    layer.rows = kernels_of(variant, row_element);
+    if (!kernels || !layer.rows)
         return NULL;
     if (layer.activation < 0 || layer.activation >= ACTIVATIONS || threads < 1)
         return PyErr_Format(PyExc_ValueError, "no activation %d, or fewer than one thread: %d", layer.activation, threads);
     const void *at[12];
     for (int i = 0; i < 12; i++)
         at[i] = (const void *)(uintptr_t)address[i];
-    layer.y_TD = (float *)(uintptr_t)address[0];
+    layer.y_TD = (void *)(uintptr_t)address[0];
     layer.x_TD = at[1], layer.topk_weights_TK = at[2], layer.topk_ids_TK = at[3];
     layer.gate_HD = at[4], layer.up_HD = at[5], layer.down_DH = at[6];
     layer.residual_gate_RD = at[7], layer.residual_up_RD = at[8], layer.residual_down_RD = at[9];

@@ -37,12 +37,44 @@ INLINE Bits load_halves(const uint16_t *from)
 
 INLINE Vector load_bf16(const uint16_t *from) { return (Vector)(load_halves(from) << 16); }
 
-/* Moves exponent and mantissa into place and repairs the exponent's bias; right for all finite numbers. */
+/* Moves exponent and mantissa into place and repairs the exponent's bias; that of infinity and NaN stays the highest. */
 INLINE Vector load_f16(const uint16_t *from)
 {
     Bits wide = load_halves(from);
     Vector magnitude = (Vector)((wide & 0x7fff) << 13) * 0x1p112f;
-    return (Vector)((Bits)magnitude | (wide & 0x8000) << 16);
+    Bits highest = (magnitude >= 0x1p16f) & 0x7f800000;
+    return (Vector)((Bits)magnitude | highest | (wide & 0x8000) << 16);
+}
+
+INLINE void store_f32(float *to, Vector v) { store(to, v); }
+
+/* The low halves of LANES times 32 bits. */
+INLINE void store_halves(uint16_t *to, Bits wide)
+{
+    Halves narrow = __builtin_convertvector(wide, Halves);
+    __builtin_memcpy(to, &narrow, sizeof(narrow));
+}
+
+INLINE Bits choose(Bits mask, Bits yes, Bits no) { return (yes & mask) | (no & ~mask); }
+
+INLINE void store_bf16(uint16_t *to, Vector v)
+{
+    Bits bits = (Bits)v;
+    Bits rounded = bits + 0x7fff + (bits >> 16 & 1);
+    store_halves(to, choose(v == v, rounded, bits | 0x400000) >> 16);
+}
+
+/* Too small for a normal half: 0.5 is added, so that the sum's last bits are the half. Else the exponent's bias is
+ * changed, and half a unit added. */
+INLINE void store_f16(uint16_t *to, Vector v)
+{
+    Bits sign = (Bits)v & INT32_MIN, size = (Bits)v ^ sign;
+    Bits small = (Bits)((Vector)size + 0.5f) - 0x3f000000;
+    Bits normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    Bits half = choose(size < (113 << 23), small, normal);
+    half = choose(size >= (143 << 23), 0x7c00 - (Bits){0}, half);
+    half = choose(size > 0x7f800000, 0x7e00 - (Bits){0}, half);
+    store_halves(to, half | (sign >> 16 & 0x8000));
 }
 
 INLINE Quad quad(Vector v)
