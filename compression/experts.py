@@ -23,15 +23,26 @@ class Expert:
 
     def permuted(self, order_H: Tensor) -> Self:
         """The same function with its units in another order."""
-        return type(self)(self.gate_HD[order_H], self.up_HD[order_H], self.down_DH[:, order_H])
+        return type(self)(self.gate_HD[order_H], self.up_HD[order_H], self.down_DH.index_select(1, order_H))
 
     def cloud(self) -> Tensor:
         """Units as points (H, 3D), float32: gate row, up row, down column."""
         return torch.cat([self.gate_HD.float(), self.up_HD.float(), self.down_DH.float().T], dim=1)
 
-    def to(self, dtype: torch.dtype) -> Self:
-        """In another type."""
-        return type(self)(self.gate_HD.to(dtype), self.up_HD.to(dtype), self.down_DH.to(dtype))
+    def to(self, dtype: torch.dtype, *, copy: bool = False) -> Self:
+        """In another type; sharing memory if it is the same, unless told to copy."""
+        return type(self)(*(part.to(dtype, copy=copy) for part in (self.gate_HD, self.up_HD, self.down_DH)))
+
+    def add_(self, other: Expert) -> None:
+        """Add to this one in place, in its own type."""
+        self.gate_HD.add_(other.gate_HD)
+        self.up_HD.add_(other.up_HD)
+        self.down_DH.add_(other.down_DH)
+
+    def divide_(self, number: int) -> None:
+        """Divide in place."""
+        for part in (self.gate_HD, self.up_HD, self.down_DH):
+            part.div_(number)
 
     def __sub__(self, other: Expert) -> Self:
         return type(self)(self.gate_HD - other.gate_HD, self.up_HD - other.up_HD, self.down_DH - other.down_DH)
