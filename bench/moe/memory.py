@@ -75,12 +75,14 @@ def _make_model(folder: Path, experts: int) -> Path:
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     sizes: dict[str, Any] = {
         "hidden_size": SIZE, "moe_intermediate_size": UNITS, "num_experts": experts, "num_experts_per_tok": TOP,
         "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 256,
         "shared_expert_intermediate_size": 256, "vocab_size": 4096, "max_position_embeddings": 1024,
     }  # fmt: skip
+    disable_progress_bar()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2_moe", **sizes), dtype=torch.bfloat16)
     model.save_pretrained(folder)
