@@ -29,7 +29,19 @@ from forebay.kernels.parser_moe.weights import ParserWeights
 from forebay.storage.errors import ForebayError
 from forebay.storage.huge_pages import collapse
 
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one layer: E experts of which K take a token, H hidden units, D model dimension."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    model: int
+
+
 EXPERTS, TOP_K, HIDDEN, MODEL, RHO = 60, 4, 1408, 2048, 0.9
+SIZES = Sizes(EXPERTS, TOP_K, HIDDEN, MODEL)
 LEAST_KEPT = 4
 COPIES = 6
 RATIOS = {"decode1_vs_dense": 1, "decode8_vs_dense": 8, "prefill512_vs_dense": 512}
@@ -97,35 +109,40 @@ def build(dtype: torch.dtype) -> Layers:
 
 def _compressed(dtype: torch.dtype) -> ParserWeights:
     random = torch.Generator().manual_seed(11)
-    kept_E = _kept(random)
+    return random_weights(SIZES, uneven(SIZES, RHO, random), dtype, random)
+
+
+def random_weights(sizes: Sizes, kept_E: Tensor, dtype: torch.dtype, random: torch.Generator) -> ParserWeights:
+    """A compressed layer of which expert e keeps `kept_E[e]` units, in host memory."""
     kept = int(kept_E.sum())
 
     def matrix(rows: int, columns: int) -> Tensor:
         return (torch.randn(rows, columns, generator=random) * 0.02).to(dtype)
 
-    units = [torch.randperm(HIDDEN, generator=random)[:count].sort().values for count in kept_E.tolist()]
+    units = [torch.randperm(sizes.hidden, generator=random)[:count].sort().values for count in kept_E.tolist()]
     return ParserWeights(
-        gate_HD=matrix(HIDDEN, MODEL),
-        up_HD=matrix(HIDDEN, MODEL),
-        down_DH=matrix(MODEL, HIDDEN),
-        residual_gate_RD=matrix(kept, MODEL),
-        residual_up_RD=matrix(kept, MODEL),
-        residual_down_RD=matrix(kept, MODEL),
+        gate_HD=matrix(sizes.hidden, sizes.model),
+        up_HD=matrix(sizes.hidden, sizes.model),
+        down_DH=matrix(sizes.model, sizes.hidden),
+        residual_gate_RD=matrix(kept, sizes.model),
+        residual_up_RD=matrix(kept, sizes.model),
+        residual_down_RD=matrix(kept, sizes.model),
         indices_R=torch.cat(units).int(),
         offsets_E1=torch.cat([torch.zeros(1), kept_E.cumsum(0)]).int(),
     )
 
 
-def _kept(random: torch.Generator) -> Tensor:
+def uneven(sizes: Sizes, rho: float, random: torch.Generator) -> Tensor:
     """Kept units of each expert: together (1 - rho) of all, log-normally uneven, none below the floor."""
-    share_E = torch.randn(EXPERTS, generator=random).mul(0.5).exp()
-    spare = round((1 - RHO) * EXPERTS * HIDDEN) - LEAST_KEPT * EXPERTS
+    share_E = torch.randn(sizes.experts, generator=random).mul(0.5).exp()
+    spare = round((1 - rho) * sizes.experts * sizes.hidden) - LEAST_KEPT * sizes.experts
     ends_E = (share_E.cumsum(0) / share_E.sum() * spare).round().int()
     return ends_E.diff(prepend=torch.zeros(1, dtype=torch.int32)) + LEAST_KEPT
 
 
 def _copy(weights: ParserWeights) -> ParserWeights:
-    copies = {field.name: getattr(weights, field.name).clone() for field in fields(weights)}
+    parts = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    copies = {name: part.clone() for name, part in parts.items() if part is not None}
     for tensor in copies.values():
         collapse(tensor.data_ptr(), tensor.nbytes)
     return ParserWeights(**copies)
@@ -146,7 +163,7 @@ def _vllm(dtype: torch.dtype) -> tuple[str, Callable[[Tensor, Tensor, str], None
 
 def _compare(layers: Layers, dtype: torch.dtype, tokens: int, rounds: int) -> tuple[float, dict[str, Any]]:
     random = torch.Generator().manual_seed(tokens)
-    batches = [_route(tokens, dtype, random) for _ in range(ROUTINGS)]
+    batches = [route(tokens, SIZES, dtype, random) for _ in range(ROUTINGS)]
     dense, ours = partial(_dense, layers), [partial(_ours, weights) for weights in layers.compressed]
     _check(dense, ours[0], batches[0], dtype)
     arms = {
@@ -164,9 +181,10 @@ def _compare(layers: Layers, dtype: torch.dtype, tokens: int, rounds: int) -> tu
     return series["vLLM, dense"].median / series["forebay"].median, details
 
 
-def _route(tokens: int, dtype: torch.dtype, random: torch.Generator) -> Routed:
-    x_TD = torch.randn(tokens, MODEL, generator=random).to(dtype)
-    weights_TK, ids_TK = torch.randn(tokens, EXPERTS, generator=random).softmax(1).topk(TOP_K)
+def route(tokens: int, sizes: Sizes, dtype: torch.dtype, random: torch.Generator) -> Routed:
+    """Random tokens, and where a random router sends them."""
+    x_TD = torch.randn(tokens, sizes.model, generator=random).to(dtype)
+    weights_TK, ids_TK = torch.randn(tokens, sizes.experts, generator=random).softmax(1).topk(sizes.top_k)
     return Routed(x_TD, weights_TK, ids_TK.int())
 
 
