@@ -1,7 +1,6 @@
 def forward(
     variant: str,
-    element: int,
-    row_element: int,
+    elements: tuple[int, int, int],
     activation: int,
     threads: int,
     addresses: tuple[int, ...],

@@ -6,7 +6,7 @@ Two parallel loops, both free of conflicts, so that results do not depend on the
 * over columns of the output: the backbone's down for all tokens, then per expert the down rows of its kept units.
 
 Weights and tokens are read as they lie, row-major, in their own types and converted in registers; everything between
-is float32.
+is float32. The scales of an int8 backbone are applied to the finished products.
 Shape letters as in `weights.py`.
 """
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 VARIANTS = tuple(_cpu.variants())
 """Instruction sets that this processor can run, best first."""
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+INT8 = 3
+"""The number of the elements of an int8 backbone."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
@@ -44,7 +46,7 @@ def forward(
         x_TD: tokens, of any floating type.
         topk_weights_TK: the router's weight of each chosen expert.
         topk_ids_TK: the chosen experts; others than 0 to E - 1 are skipped.
-        weights: contiguous, all float32, all bfloat16 or all float16.
+        weights: contiguous, all float32, all bfloat16 or all float16; or so but for a backbone in int8 with scales.
         activation: `silu`, `gelu` (with erf) or `gelu_tanh`.
         variant: one of `VARIANTS`.
 
@@ -57,9 +59,12 @@ def forward(
     read_TD = (x_TD if x_TD.dtype in ELEMENTS else x_TD.to(torch.float32)).contiguous()
     y_TD = torch.empty_like(read_TD)
     routing = topk_weights_TK.to(torch.float32).contiguous(), topk_ids_TK.to(torch.int32).contiguous()
-    addresses = tuple(tensor.data_ptr() for tensor in (y_TD, read_TD, *routing, *_tensors(weights)))
-    elements = ELEMENTS[weights.gate_HD.dtype], ELEMENTS[read_TD.dtype]
-    _cpu.forward(variant, *elements, ACTIVATIONS[activation], torch.get_num_threads(), addresses, sizes)
+    tensors = y_TD, read_TD, *routing, *_tensors(weights)
+    scales = [0 if scale is None else scale.data_ptr() for scale in weights.scales]
+    addresses = (*(tensor.data_ptr() for tensor in tensors), *scales)
+    backbone = ELEMENTS.get(weights.gate_HD.dtype, INT8)
+    elements = backbone, ELEMENTS[weights.residual_gate_RD.dtype], ELEMENTS[read_TD.dtype]
+    _cpu.forward(variant, elements, ACTIVATIONS[activation], torch.get_num_threads(), addresses, sizes)
     return y_TD.to(x_TD.dtype)
 
 
@@ -85,13 +90,18 @@ def _sizes(x_TD: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, weights: 
             f"router weights {tuple(topk_weights_TK.shape)} and ids {tuple(topk_ids_TK.shape)} must both be "
             f"({tokens}, K) for {tokens} tokens"
         )
-    dtype = weights.gate_HD.dtype
+    dtype, backbone = weights.residual_gate_RD.dtype, weights.gate_HD.dtype
     if dtype not in ELEMENTS:
         raise ValueError(f"weights are {dtype}; the CPU kernels read float32, bfloat16 and float16")
+    scales = [scale for scale in weights.scales if scale is not None]
+    if len(scales) != (3 if backbone is torch.int8 else 0):
+        raise ValueError(f"a backbone of {backbone} with {len(scales)} scales; int8 has 3, other types none")
     rows, columns, kept_rows = (hidden, model), (model, hidden), (kept, model)
-    shapes = (rows, rows, columns, kept_rows, kept_rows, kept_rows, (kept,), (experts + 1,))
-    types = (dtype,) * 6 + (torch.int32,) * 2
-    for number, tensor in enumerate(_tensors(weights)):
+    of_scales = (hidden,), (hidden,), (model,)
+    shapes = (rows, rows, columns, kept_rows, kept_rows, kept_rows, (kept,), (experts + 1,), *of_scales)
+    backbone = torch.int8 if scales else dtype
+    types = (backbone,) * 3 + (dtype,) * 3 + (torch.int32,) * 2 + (torch.float32,) * 3
+    for number, tensor in enumerate((*_tensors(weights), *scales)):
         if (
             tensor.shape != shapes[number]
             or tensor.dtype is not types[number]

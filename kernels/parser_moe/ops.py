@@ -5,7 +5,7 @@ Importing this module registers it, once per process however often it is loaded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 NAME = "forebay::parser_moe"
 SCHEMA = (
     "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor gate, Tensor up, Tensor down, Tensor residual_gate,"
-    " Tensor residual_up, Tensor residual_down, Tensor indices, Tensor offsets, str activation) -> Tensor"
+    " Tensor residual_up, Tensor residual_down, Tensor indices, Tensor offsets, str activation,"
+    " Tensor? gate_scale=None, Tensor? up_scale=None, Tensor? down_scale=None) -> Tensor"
 )
 
 
@@ -29,6 +30,7 @@ def parser_moe(
     result: Tensor = torch.ops.forebay.parser_moe(
         x_TD, topk_weights_TK, topk_ids_TK, weights.gate_HD, weights.up_HD, weights.down_DH, weights.residual_gate_RD,
         weights.residual_up_RD, weights.residual_down_RD, weights.indices_R, weights.offsets_E1, activation,
+        *weights.scales,
     )  # fmt: skip
     return result
 
@@ -42,30 +44,36 @@ def check(x_TD: Tensor, topk_ids_TK: Tensor, weights: ParserWeights, activation:
             f"x is {tuple(x_TD.shape)}, topk_ids {tuple(topk_ids_TK.shape)} and gate {tuple(weights.gate_HD.shape)}:"
             " x must be tokens x model dimension"
         )
+    if [scale is None for scale in weights.scales] != [weights.gate_HD.dtype is not torch.int8] * 3:
+        raise ValueError(f"a backbone of {weights.gate_HD.dtype}: int8 has three tensors of scales, other types none")
     ragged = weights.residual_gate_RD, weights.residual_up_RD, weights.residual_down_RD, weights.indices_R
     if not all(tensor.is_contiguous() for tensor in ragged):
         raise ValueError("residual tensors and indices must be contiguous: call .contiguous() once, after loading")
 
 
-def fake(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Tensor | str) -> Tensor:
+def split(tensors_and_activation: tuple[Any, ...]) -> tuple[ParserWeights, str]:
+    """The operator's arguments after the routing; scales that are None may be left out at the end."""
+    tensors, (activation, *scales) = tensors_and_activation[:8], tensors_and_activation[8:]
+    return ParserWeights(*tensors, *scales), activation
+
+
+def fake(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Any) -> Tensor:
     """What torch.compile needs to know of the result."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def cpu(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Tensor | str) -> Tensor:
+def cpu(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Any) -> Tensor:
     """The operator on a CPU."""
     from forebay.kernels.parser_moe import cpu
 
-    *tensors, activation = rest
-    return cpu.forward(x, topk_weights, topk_ids, ParserWeights(*tensors), activation)
+    return cpu.forward(x, topk_weights, topk_ids, *split(rest))
 
 
-def cuda(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Tensor | str) -> Tensor:
+def cuda(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Any) -> Tensor:
     """The operator on a GPU."""
     from forebay.kernels.parser_moe import triton_forward
 
-    *tensors, activation = rest
-    weights = ParserWeights(*tensors)
+    weights, activation = split(rest)
     check(x, topk_ids, weights, activation)
     return triton_forward.forward(x, topk_weights, topk_ids, weights, activation)
 

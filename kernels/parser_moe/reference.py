@@ -26,11 +26,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Activation of the gate by name; "gelu" is the exact form with erf, as in transformers."""
 
 
+def dequantize(matrix: Tensor, scale_rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A copy of a matrix of the backbone in `dtype`, each row times its scale if there are any."""
+    wide = matrix.to(dtype, copy=True)
+    return wide if scale_rows is None else wide.mul_(scale_rows[:, None])
+
+
 def expert(weights: ParserWeights, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Dense gate_HD, up_HD and down_DH of expert `e`, summed in `dtype`."""
     kept = slice(*weights.offsets_E1[e : e + 2].tolist())
     units = weights.indices_R[kept].long()
-    gate_HD, up_HD, down_DH = (t.to(dtype, copy=True) for t in (weights.gate_HD, weights.up_HD, weights.down_DH))
+    gate_HD = dequantize(weights.gate_HD, weights.gate_scale_H, dtype)
+    up_HD = dequantize(weights.up_HD, weights.up_scale_H, dtype)
+    down_DH = dequantize(weights.down_DH, weights.down_scale_D, dtype)
     gate_HD[units] += weights.residual_gate_RD[kept].to(dtype)
     up_HD[units] += weights.residual_up_RD[kept].to(dtype)
     down_DH[:, units] += weights.residual_down_RD[kept].to(dtype).T

@@ -32,6 +32,15 @@ class ParserWeights:
     """int32, ascending within an expert."""
     offsets_E1: Tensor
     """int32, E + 1 entries from 0 to R."""
+    gate_scale_H: Tensor | None = None
+    """float32, of a backbone in int8: what each row of gate is multiplied by. All three scales, or none."""
+    up_scale_H: Tensor | None = None
+    down_scale_D: Tensor | None = None
+
+    @property
+    def scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of gate, up and down."""
+        return self.gate_scale_H, self.up_scale_H, self.down_scale_D
 
     @property
     def experts(self) -> int:

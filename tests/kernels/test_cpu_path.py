@@ -56,6 +56,15 @@ def test_odd_sizes(hidden: int, dim: int, variant: str, dtype: torch.dtype) -> N
         assert error(inputs, variant=variant) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("variant", cpu.VARIANTS)
+@pytest.mark.parametrize(("hidden", "dim"), [(2, 3), (3, 5), (45, 77), (64, 128), (257, 1025), (300, 2048)])
+def test_int8_backbone(hidden: int, dim: int, variant: str, dtype: torch.dtype) -> None:
+    for tokens in (1, 2, 7, 50, 129):
+        inputs = random_inputs(tokens, 3, hidden=hidden, dim=dim, dtype=dtype, int8=True)
+        assert error(inputs, variant=variant) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("activation", cpu.ACTIVATIONS)
 @pytest.mark.parametrize("variant", cpu.VARIANTS)
 def test_activations_over_their_whole_range(variant: str, activation: str) -> None:
@@ -129,9 +138,10 @@ def test_strided_tokens() -> None:
     assert torch.equal(cpu.forward(*strided, "silu"), cpu.forward(*inputs, "silu"))
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8, 129])
-def test_result_does_not_depend_on_the_number_of_threads(tokens: int, threads: None) -> None:
-    inputs = random_inputs(tokens, 4, hidden=300, dim=500)
+def test_result_does_not_depend_on_the_number_of_threads(tokens: int, int8: bool, threads: None) -> None:
+    inputs = random_inputs(tokens, 4, hidden=300, dim=500, int8=int8)
     found: list[Tensor] = []
     for count in (1, 2, 3, 8):
         torch.set_num_threads(count)
@@ -139,10 +149,11 @@ def test_result_does_not_depend_on_the_number_of_threads(tokens: int, threads: N
     assert all(torch.equal(y_TD, found[0]) for y_TD in found)
 
 
-def test_result_does_not_depend_on_the_batch() -> None:
-    inputs = random_inputs(40, 4, hidden=300, dim=1500, dtype=torch.bfloat16)
+@pytest.mark.parametrize("int8", [False, True])
+def test_result_does_not_depend_on_the_batch(int8: bool) -> None:
+    inputs = random_inputs(60, 4, hidden=300, dim=1500, dtype=torch.bfloat16, int8=int8)
     together = cpu.forward(*inputs, "silu")
-    alone = [cpu.forward(*(part[t : t + 1] for part in inputs[:3]), inputs.weights, "silu") for t in range(40)]
+    alone = [cpu.forward(*(part[t : t + 1] for part in inputs[:3]), inputs.weights, "silu") for t in range(60)]
     assert torch.equal(torch.cat(alone), together)
 
 
@@ -154,11 +165,29 @@ def test_weights_that_the_kernels_cannot_read() -> None:
         ({"up_HD": weights.up_HD[:-1]}, "up_HD .*shape"),
         ({"residual_up_RD": weights.residual_up_RD.half()}, "residual_up_RD is torch.float16"),
         ({"indices_R": weights.indices_R.long()}, "indices_R is torch.int64"),
-        ({"gate_HD": weights.gate_HD.double()}, "float64; the CPU kernels read"),
+        ({"gate_HD": weights.gate_HD.double()}, "gate_HD is torch.float64"),
+        ({"residual_gate_RD": weights.residual_gate_RD.double()}, "float64; the CPU kernels read"),
+        ({"gate_HD": weights.gate_HD.to(torch.int8)}, "torch.int8 with 0 scales; int8 has 3"),
+        ({"gate_scale_H": torch.ones(45)}, "torch.float32 with 1 scales; int8 has 3, other types none"),
         ({"offsets_E1": weights.offsets_E1.flip(0)}, "offsets"),
         ({"indices_R": weights.indices_R.flip(0)}, "ascend"),
         ({"indices_R": weights.indices_R + 1}, "backbone"),
         ({"indices_R": weights.indices_R - 1}, "backbone"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cpu.forward(*inputs._replace(weights=replace(weights, **wrong)), "silu")
+
+
+def test_int8_that_the_kernels_cannot_read() -> None:
+    inputs = random_inputs(3, 2, int8=True)
+    weights = inputs.weights
+    assert weights.down_scale_D is not None
+    for wrong, words in (
+        ({"up_scale_H": None}, "torch.int8 with 2 scales; int8 has 3"),
+        ({"up_HD": weights.up_HD.float()}, "up_HD is torch.float32"),
+        ({"residual_up_RD": weights.residual_up_RD.to(torch.int8)}, "residual_up_RD is torch.int8"),
+        ({"down_scale_D": weights.down_scale_D[:-1]}, r"down_scale_D is .*shape \(76,\).*shape \(77,\)"),
+        ({"down_scale_D": weights.down_scale_D.bfloat16()}, "down_scale_D is torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=words):
             cpu.forward(*inputs._replace(weights=replace(weights, **wrong)), "silu")

@@ -18,13 +18,14 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 def arguments(inputs: Inputs, activation: str = "silu") -> tuple[Any, ...]:
     tensors = [getattr(inputs.weights, field.name) for field in fields(inputs.weights)]
-    return (*inputs[:3], *tensors, activation)
+    return (*inputs[:3], *tensors[:8], activation, *tensors[8:])
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_operator_equals_the_reference(dtype: torch.dtype, activation: str):
-    inputs = random_inputs(7, 4, dtype=dtype)
+def test_operator_equals_the_reference(dtype: torch.dtype, activation: str, int8: bool):
+    inputs = random_inputs(7, 4, dtype=dtype, int8=int8)
     y_TD = ops.parser_moe(*inputs, activation)
     assert y_TD.dtype == dtype
     assert relative_error(y_TD, reference.forward(*inputs, activation)) <= TOLERANCE[dtype]
@@ -37,8 +38,14 @@ def test_loading_the_module_again_keeps_the_operator():
     ops.parser_moe(*random_inputs(2, 2), "silu")
 
 
-def test_torch_finds_no_fault_in_the_registration():
-    torch.library.opcheck(torch.ops.forebay.parser_moe.default, arguments(random_inputs(7, 4)))
+@pytest.mark.parametrize("int8", [False, True])
+def test_torch_finds_no_fault_in_the_registration(int8: bool):
+    torch.library.opcheck(torch.ops.forebay.parser_moe.default, arguments(random_inputs(7, 4, int8=int8)))
+
+
+def test_scales_may_be_left_out():
+    inputs = random_inputs(7, 4)
+    assert torch.equal(torch.ops.forebay.parser_moe(*arguments(inputs)[:12]), ops.parser_moe(*inputs, "silu"))
 
 
 def test_compiles_into_one_graph_for_any_number_of_tokens():
@@ -81,6 +88,11 @@ def test_what_a_kernel_cannot_take_is_refused_by_name():
         ops.check(inputs.x_TD, inputs.ids_TK, inputs.weights, "relu")
     with pytest.raises(ValueError, match=r"x is \(5, 76\).*gate \(45, 77\)"):
         ops.check(inputs.x_TD[:, 1:], inputs.ids_TK, inputs.weights, "silu")
+    unscaled = replace(inputs.weights, gate_HD=inputs.weights.gate_HD.to(torch.int8))
+    with pytest.raises(ValueError, match=r"a backbone of torch\.int8: int8 has three"):
+        ops.check(inputs.x_TD, inputs.ids_TK, unscaled, "silu")
+    with pytest.raises(ValueError, match=r"a backbone of torch\.float32: .*, other types none"):
+        ops.check(inputs.x_TD, inputs.ids_TK, replace(inputs.weights, gate_scale_H=torch.ones(45)), "silu")
     transposed = replace(inputs.weights, residual_down_RD=inputs.weights.residual_down_RD.T.contiguous().T)
     with pytest.raises(ValueError, match="contiguous"):
         ops.check(inputs.x_TD, inputs.ids_TK, transposed, "silu")

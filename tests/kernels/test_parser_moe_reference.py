@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -49,12 +49,26 @@ def test_ids_of_other_ranks_add_nothing():
     assert relative_error(forward(inputs.x_TD, w_TK, ids_TK, inputs.weights, "silu"), y) < 1e-6
 
 
-def test_weights_stay_as_they_were():
-    inputs = random_inputs(3, 2)
+def test_int8_is_the_dequantized_backbone():
+    inputs = random_inputs(7, 3, int8=True)
+    weights = inputs.weights
+    scale = [None if rows is None else rows[:, None] for rows in weights.scales]
+    wide = replace(
+        weights, gate_HD=weights.gate_HD * scale[0], up_HD=weights.up_HD * scale[1], down_DH=weights.down_DH * scale[2],
+        gate_scale_H=None, up_scale_H=None, down_scale_D=None,
+    )  # fmt: skip
+    y = forward(*inputs, "silu")
+    assert torch.equal(forward(*inputs[:3], wide, "silu"), y)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_weights_stay_as_they_were(int8: bool):
+    inputs = random_inputs(3, 2, int8=int8)
     before = [tensor.clone() for tensor in tensors(inputs.weights)]
     forward(*inputs, "silu")
     assert all(map(torch.equal, tensors(inputs.weights), before))
 
 
 def tensors(weights: ParserWeights) -> list[Tensor]:
-    return [getattr(weights, field.name) for field in fields(weights)]
+    values = [getattr(weights, field.name) for field in fields(weights)]
+    return [value for value in values if value is not None]

@@ -53,8 +53,20 @@ static long lower_bound(const int32_t *list, long low, long high, long value)
 #define STORE store_f16
 #define NAME(name) name##_f16
 #include "kernels.h"
+#undef ELEMENT
+#undef LOAD
+#undef STORE
+#undef NAME
 
-#define KERNELS(type, element) {hidden_##type, output_##type, unpack_##type, pack_##type, sizeof(element)}
+#define ELEMENT int8_t
+#define LOAD load_i8
+#define NAME(name) name##_i8
+#include "kernels.h"
 
-const Kernels TABLE[ELEMENTS] = {
-    [F32] = KERNELS(f32, float), [BF16] = KERNELS(bf16, uint16_t), [F16] = KERNELS(f16, uint16_t)};
+#include "stages.h"
+
+#define ELEMENTS_OF(type, element) {multiply_##type, unpack_##type, pack_##type, add_##type, sizeof(element)}
+
+const Kernels TABLE = {hidden, output, {
+    [F32] = ELEMENTS_OF(f32, float), [BF16] = ELEMENTS_OF(bf16, uint16_t), [F16] = ELEMENTS_OF(f16, uint16_t),
+    [I8] = {.multiply = multiply_i8, .unpack = unpack_i8, .size = 1}}};

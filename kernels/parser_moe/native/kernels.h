@@ -1,4 +1,5 @@
-/* The kernels for weights of one ELEMENT type; included once per type and instruction set. */
+/* The kernels for one ELEMENT type; included once per type and instruction set. Without a STORE it is a type of the
+ * backbone alone. */
 
 /* ---- rows of activations times rows of weights ---- */
 
@@ -117,18 +118,6 @@ static void NAME(unpack)(float *to, const void *elements, long count)
         store(to + i, NAME(load_some)(from + i, count - i));
 }
 
-static void NAME(pack)(void *elements, const float *from, long count)
-{
-    ELEMENT *to = elements, some[LANES];
-    long i = 0;
-    for (; i + LANES <= count; i += LANES)
-        STORE(to + i, load_f32(from + i));
-    if (i < count) {
-        STORE(some, load_some_f32(from + i, count - i));
-        __builtin_memcpy(to + i, some, sizeof(ELEMENT) * (size_t)(count - i));
-    }
-}
-
 /* The rows of the next pass are fetched while the first tiles of this one are computed. */
 static void NAME(passes)(const float *const *a, long ma, const float *const *b, long nb, long from, long to, float *out,
                          long stride)
@@ -169,73 +158,21 @@ static void NAME(multiply)(const float *const *a, long ma, long nb, long length,
         NAME(multiply_many)(a, ma, b, nb, length, out, stride, scratch->block);
 }
 
-/* ---- hidden units ---- */
+#ifdef STORE
 
-static long NAME(list)(const void **rows, const void *matrix, long from, long to, long length)
+static void NAME(pack)(void *elements, const float *from, long count)
 {
-    for (long i = from; i < to; i++)
-        *rows++ = (const ELEMENT *)matrix + i * length;
-    return to - from;
-}
-
-/* The backbone's hidden values, in scratch->base, and weighted by all experts of the token in plan->hidden_TH. */
-static void NAME(backbone_hidden)(const Layer *layer, const Plan *plan, Scratch *scratch, long from, long to)
-{
-    long count = to - from;
-    NAME(list)(scratch->rows, layer->gate_HD, from, to, layer->model);
-    NAME(list)(scratch->rows + count, layer->up_HD, from, to, layer->model);
-    NAME(multiply)((const float *const *)plan->x, layer->tokens, 2 * count, layer->model, scratch->gate_up, 2 * count, scratch);
-    for (long t = 0; t < layer->tokens; t++) {
-        const float *gate = scratch->gate_up + 2 * count * t;
-        float *base = scratch->base + count * t, *hidden = plan->hidden[t] + from;
-        __builtin_memcpy(scratch->gate, gate, sizeof(float) * count);
-        __builtin_memcpy(scratch->up, gate + count, sizeof(float) * count);
-        activate(scratch->gate, scratch->up, count, layer->activation);
-        __builtin_memcpy(base, scratch->gate, sizeof(float) * count);
-        for (long i = 0; i < count; i++)
-            hidden[i] = plan->weight_T[t] * base[i];
+    ELEMENT *to = elements, some[LANES];
+    long i = 0;
+    for (; i + LANES <= count; i += LANES)
+        STORE(to + i, load_f32(from + i));
+    if (i < count) {
+        STORE(some, load_some_f32(from + i, count - i));
+        __builtin_memcpy(to + i, some, sizeof(ELEMENT) * (size_t)(count - i));
     }
 }
 
-/* Kept units [first, last) of R, all within the hidden units [from, to), for one token of the group. */
-static void NAME(correct)(const Layer *layer, const Plan *plan, Scratch *scratch, const Group *group, long pair,
-                          long first, long last, long from, long to)
-{
-    long count = last - first, width = to - from, token = group->token[pair];
-    const int32_t *unit = layer->indices_R + first;
-    const float *gate = scratch->gate_up + 2 * width * token - from, *up = gate + width;
-    const float *base = scratch->base + width * token - from, *residual = scratch->residual + 2 * count * pair;
-    float *total = plan->hidden[token], weight = group->weight[pair];
-    float *weighted = group->hidden + group->kept * pair + first - group->first;
-    for (long i = 0; i < count; i++) {
-        scratch->gate[i] = gate[unit[i]] + residual[i];
-        scratch->up[i] = up[unit[i]] + residual[count + i];
-    }
-    activate(scratch->gate, scratch->up, count, layer->activation);
-    for (long i = 0; i < count; i++) {
-        weighted[i] = weight * scratch->gate[i];
-        total[unit[i]] += weighted[i] - weight * base[unit[i]];
-    }
-}
-
-static void NAME(hidden)(const Layer *layer, const Plan *plan, Scratch *scratch, long from, long to)
-{
-    NAME(backbone_hidden)(layer, plan, scratch, from, to);
-    for (const Group *group = plan->groups; group < plan->groups + plan->count; group++) {
-        long end = group->first + group->kept;
-        long first = lower_bound(layer->indices_R, group->first, end, from);
-        long last = lower_bound(layer->indices_R, first, end, to), count = last - first;
-        if (!count)
-            continue;
-        NAME(list)(scratch->rows, layer->residual_gate_RD, first, last, layer->model);
-        NAME(list)(scratch->rows + count, layer->residual_up_RD, first, last, layer->model);
-        NAME(multiply)((const float *const *)group->x, group->pairs, 2 * count, layer->model, scratch->residual, 2 * count, scratch);
-        for (long pair = 0; pair < group->pairs; pair++)
-            NAME(correct)(layer, plan, scratch, group, pair, first, last, from, to);
-    }
-}
-
-/* ---- output ---- */
+/* ---- what the kept units add to y ---- */
 
 INLINE float NAME(scalar)(ELEMENT x) { return NAME(load_some)(&x, 1)[0]; }
 
@@ -270,7 +207,7 @@ INLINE void NAME(axpy)(float *const *y, const float *a, long stride, long ma, co
 
 #define AXPY(N) case N: NAME(axpy)(group->y, a, group->kept, group->pairs, b, layer->model, from, to, N); break;
 
-static void NAME(residual_output)(const Layer *layer, const Group *group, long from, long to)
+static void NAME(add)(const Layer *layer, const Group *group, long from, long to)
 {
     for (long r = 0; r < group->kept; r += STEP) {
         const float *a = group->hidden + r;
@@ -282,14 +219,4 @@ static void NAME(residual_output)(const Layer *layer, const Group *group, long f
 }
 
 #undef AXPY
-
-static void NAME(output)(const Layer *layer, const Plan *plan, Scratch *scratch, long from, long to)
-{
-    long count = NAME(list)(scratch->rows, layer->down_DH, from, to, layer->hidden);
-    NAME(multiply)((const float *const *)plan->hidden, layer->tokens, count, layer->hidden, plan->y[0] + from,
-                   plan->y_stride, scratch);
-    for (const Group *group = plan->groups; group < plan->groups + plan->count; group++)
-        NAME(residual_output)(layer, group, from, to);
-    for (long t = 0; t < layer->tokens; t++)
-        layer->rows->pack((char *)layer->y_TD + (t * layer->model + from) * layer->rows->size, plan->y[t] + from, count);
-}
+#endif

@@ -1,7 +1,8 @@
 /* One forward pass of a compressed MoE layer on the CPU, and the kernels that it is made of.
  *
  * Shape letters as in weights.py: T tokens, K experts per token, E experts, H hidden units, D model dimension, R kept
- * units of all experts. What is computed on the way is float; weights, x and y are float, bfloat16 or half.
+ * units of all experts. What is computed on the way is float; weights, x and y are float, bfloat16 or half, and the
+ * backbone may be int8 with a scale for each row.
  */
 #ifndef FOREBAY_LAYER_H
 #define FOREBAY_LAYER_H
@@ -17,7 +18,7 @@ enum {
     ROUND = 16,             /* floats in the longest vector of any instruction set */
 };
 
-typedef struct Kernels Kernels;
+typedef struct Elements Elements;
 
 typedef struct {
     const void *x_TD;
@@ -26,8 +27,9 @@ typedef struct {
     const void *gate_HD, *up_HD, *down_DH;
     const void *residual_gate_RD, *residual_up_RD, *residual_down_RD;
     const int32_t *indices_R, *offsets_E1;
+    const float *gate_scale_H, *up_scale_H, *down_scale_D; /* of an int8 backbone's rows; else NULL */
     void *y_TD;
-    const Kernels *rows;    /* those for the type of x and y */
+    const Elements *backbone, *residual, *rows; /* rows: of x and y */
     long tokens, top_k, experts, hidden, model, kept;
     int activation;
 } Layer;
@@ -70,23 +72,34 @@ typedef void HiddenKernel(const Layer *layer, const Plan *plan, Scratch *scratch
 /* Columns [from, to) of y. Needs all of plan->hidden. */
 typedef void OutputKernel(const Layer *layer, const Plan *plan, Scratch *scratch, long from, long to);
 
+/* out[m][n] = a[m] . scratch->rows[n]. The order of summation depends on `length` alone. */
+typedef void Multiply(const float *const *a, long ma, long nb, long length, float *out, long stride, Scratch *scratch);
 /* `count` floats from elements, with zeros up to a whole vector, and back, rounded to nearest even. */
 typedef void Unpack(float *to, const void *from, long count);
 typedef void Pack(void *to, const float *from, long count);
+/* Columns [from, to) of y += the down rows that an expert keeps, times its hidden values. */
+typedef void Add(const Layer *layer, const Group *group, long from, long to);
 
-/* For one type of elements. */
-struct Kernels {
-    HiddenKernel *hidden;
-    OutputKernel *output;
+enum { SILU, GELU, GELU_TANH, ACTIVATIONS };
+enum { F32, BF16, F16, I8, ELEMENTS };
+
+/* For one type of elements. int8 is for backbones and has no pack and no add. */
+struct Elements {
+    Multiply *multiply;
     Unpack *unpack;
     Pack *pack;
+    Add *add;
     long size;              /* bytes of an element */
 };
 
-enum { SILU, GELU, GELU_TANH, ACTIVATIONS };
-enum { F32, BF16, F16, ELEMENTS };
+/* For one instruction set. */
+typedef struct {
+    HiddenKernel *hidden;
+    OutputKernel *output;
+    Elements elements[ELEMENTS];
+} Kernels;
 
-extern const Kernels portable_kernels[ELEMENTS], avx2_kernels[ELEMENTS], avx512_kernels[ELEMENTS];
+extern const Kernels portable_kernels, avx2_kernels, avx512_kernels;
 
 /* NULL, or what is wrong with offsets and indices. */
 const char *layer_problem(const Layer *layer);

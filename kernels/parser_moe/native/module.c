@@ -20,11 +20,11 @@ static const Variant *variants(void)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
-        found[count++] = (Variant){"avx512", avx512_kernels};
+        found[count++] = (Variant){"avx512", &avx512_kernels};
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        found[count++] = (Variant){"avx2", avx2_kernels};
+        found[count++] = (Variant){"avx2", &avx2_kernels};
 #endif
-    found[count] = (Variant){"portable", portable_kernels};
+    found[count] = (Variant){"portable", &portable_kernels};
     return found;
 }
 
@@ -41,41 +41,69 @@ static PyObject *variant_names(PyObject *self, PyObject *args)
     return names;
 }
 
-static const Kernels *kernels_of(const char *name, int element)
+static const Kernels *kernels_of(const char *name)
 {
     for (const Variant *variant = variants(); variant->name; variant++)
-        if (!strcmp(variant->name, name) && element >= 0 && element < ELEMENTS)
-            return variant->kernels + element;
-    PyErr_Format(PyExc_ValueError, "no kernels of variant %s for element type %d on this processor", name, element);
+        if (!strcmp(variant->name, name))
+            return variant->kernels;
+    PyErr_Format(PyExc_ValueError, "no kernels of variant %s on this processor", name);
     return NULL;
+}
+
+enum { ADDRESSES = 15 };
+
+/* y, x, router weights and ids, the eight tensors of the weights, and three scales or zeros. */
+static int read_addresses(PyObject *tuple, Layer *layer)
+{
+    void *at[ADDRESSES];
+    if (PyTuple_Size(tuple) != ADDRESSES) {
+        PyErr_Format(PyExc_ValueError, "%zd addresses, not %d", PyTuple_Size(tuple), ADDRESSES);
+        return -1;
+    }
+    for (int i = 0; i < ADDRESSES; i++)
+        at[i] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, i));
+    if (PyErr_Occurred())
+        return -1;
+    layer->y_TD = at[0];
+    layer->x_TD = at[1], layer->topk_weights_TK = at[2], layer->topk_ids_TK = at[3];
+    layer->gate_HD = at[4], layer->up_HD = at[5], layer->down_DH = at[6];
+    layer->residual_gate_RD = at[7], layer->residual_up_RD = at[8], layer->residual_down_RD = at[9];
+    layer->indices_R = at[10], layer->offsets_E1 = at[11];
+    layer->gate_scale_H = at[12], layer->up_scale_H = at[13], layer->down_scale_D = at[14];
+    return 0;
+}
+
+/* Only the backbone may be int8, and only int8 has scales. */
+static int choose_elements(Layer *layer, const Kernels *kernels, const int element[3])
+{
+    int scaled = layer->gate_scale_H && layer->up_scale_H && layer->down_scale_D;
+    for (int i = 0; i < 3; i++)
+        if (element[i] < 0 || element[i] > (i ? F16 : I8) || (element[0] == I8) != scaled) {
+            PyErr_Format(PyExc_ValueError, "no kernels for element types %d, %d, %d", element[0], element[1], element[2]);
+            return -1;
+        }
+    layer->backbone = kernels->elements + element[0];
+    layer->residual = kernels->elements + element[1];
+    layer->rows = kernels->elements + element[2];
+    return 0;
 }
 
 static PyObject *forward(PyObject *self, PyObject *args)
 {
     (void)self;
-    unsigned long long address[12];
     Layer layer;
+    PyObject *addresses;
     const char *variant;
-    int element, row_element, threads, result;
-    if (!PyArg_ParseTuple(args, "siiii(KKKKKKKKKKKK)(llllll)", &variant, &element, &row_element, &layer.activation, &threads, &address[0],
-                          &address[1], &address[2], &address[3], &address[4], &address[5], &address[6], &address[7],
-                          &address[8], &address[9], &address[10], &address[11], &layer.tokens, &layer.top_k,
-                          &layer.experts, &layer.hidden, &layer.model, &layer.kept))
+    int element[3], threads, result;
+    if (!PyArg_ParseTuple(args, "s(iii)iiO!(llllll)", &variant, &element[0], &element[1], &element[2], &layer.activation,
+                          &threads, &PyTuple_Type, &addresses, &layer.tokens, &layer.top_k, &layer.experts,
+                          &layer.hidden, &layer.model, &layer.kept))
         return NULL;
-    const Kernels *kernels = kernels_of(variant, element);
-    layer.rows = kernels_of(variant, row_element);
-    if (!kernels || !layer.rows)
+    const Kernels *kernels = kernels_of(variant);
+    if (!kernels || read_addresses(addresses, &layer) || choose_elements(&layer, kernels, element))
         return NULL;
     if (layer.activation < 0 || layer.activation >= ACTIVATIONS || threads < 1)
         return PyErr_Format(PyExc_ValueError, "no activation %d, or fewer than one thread: %d", layer.activation, threads);
-    const void *at[12];
-    for (int i = 0; i < 12; i++)
-        at[i] = (const void *)(uintptr_t)address[i];
-    layer.y_TD = (void *)(uintptr_t)address[0];
-    layer.x_TD = at[1], layer.topk_weights_TK = at[2], layer.topk_ids_TK = at[3];
-    layer.gate_HD = at[4], layer.up_HD = at[5], layer.down_DH = at[6];
-    layer.residual_gate_RD = at[7], layer.residual_up_RD = at[8], layer.residual_down_RD = at[9];
-    layer.indices_R = at[10], layer.offsets_E1 = at[11];
     const char *problem = layer_problem(&layer);
     if (problem) {
         PyErr_SetString(PyExc_ValueError, problem);

@@ -6,6 +6,7 @@
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 typedef float Quad __attribute__((vector_size(16)));
 typedef int32_t QuadBits __attribute__((vector_size(16)));
 
@@ -44,6 +45,19 @@ INLINE Vector load_f16(const uint16_t *from)
     Vector magnitude = (Vector)((wide & 0x7fff) << 13) * 0x1p112f;
     Bits highest = (magnitude >= 0x1p16f) & 0x7f800000;
     return (Vector)((Bits)magnitude | highest | (wide & 0x8000) << 16);
+}
+
+INLINE Vector load_i8(const int8_t *from)
+{
+#if defined(__AVX512F__)
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif defined(__AVX2__)
+    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+    Bytes raw;
+    __builtin_memcpy(&raw, from, sizeof(raw));
+    return __builtin_convertvector(raw, Vector);
+#endif
 }
 
 INLINE void store_f32(float *to, Vector v) { store(to, v); }
