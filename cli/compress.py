@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from forebay.cli.output import Json, messages, print_json, print_table
 from forebay.compression.errors import CompressionError
-from forebay.storage.units import format_bytes
+from forebay.storage.units import format_bytes, parse_bytes
 
 
 class _RunByDefault(TyperGroup):
@@ -36,6 +36,7 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face fol
 Compressed = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `compress run` wrote.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")]
 PAPER = "Settings of the method"
+BEYOND = "Beyond the paper"
 CALIBRATION = "Calibration"
 
 
@@ -52,8 +53,11 @@ def run(
         ),
     ],
     rho: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of units that become the backbone's.", rich_help_panel=PAPER)
-    ] = 0.9,
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Share of units that become the backbone's; 0.9 by default.", rich_help_panel=PAPER
+        ),
+    ] = None,
     layers: Annotated[
         str,
         typer.Option(
@@ -70,6 +74,17 @@ def run(
         bool, typer.Option("--routing-weight", help="Weigh by how often the router picks.", rich_help_panel=PAPER)
     ] = False,
     min_units: Annotated[int, typer.Option(min=0, help="Floor for each expert.", rich_help_panel=PAPER)] = 4,
+    memory_budget: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="For all weights, such as 13GiB, instead of --rho: all layers compete.",
+            rich_help_panel=BEYOND,
+        ),
+    ] = "",
+    refit: Annotated[
+        bool, typer.Option("--refit", help="Fit kept down columns to the calibration rows.", rich_help_panel=BEYOND)
+    ] = False,
     sequences: Annotated[int, typer.Option(min=1, help="How many, at most.", rich_help_panel=CALIBRATION)] = 512,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each.", rich_help_panel=CALIBRATION)] = 2048,
     rows: Annotated[int, typer.Option(min=1, help="Rows kept for each expert.", rich_help_panel=CALIBRATION)] = 2048,
@@ -90,20 +105,25 @@ def run(
     The result is a normal model folder: `vllm serve DIR` serves it.
     """
     with _moe_extra():
+        from forebay.compression.budget import estimate
         from forebay.compression.layer import Options
         from forebay.compression.restore import CompressedFolder
-        from forebay.compression.run import Settings, compress, estimate
+        from forebay.compression.run import Settings, compress
         from forebay.compression.summary import report
     choices = {"backbone": ("barycenter", "mean"), "importance": ("output", "wanda"), "scope": ("layer", "expert")}
     given = {"backbone": backbone, "importance": importance, "scope": scope, "dtype": dtype}
     for option, allowed in (choices | {"dtype": ("float32", "bfloat16")}).items():
         if given[option] not in allowed:
             raise CompressionError(f"--{option} {given[option]!r} is not {' or '.join(allowed)}")
+    if rho is not None and memory_budget:
+        raise CompressionError(f"--rho {rho:g} and --memory-budget {memory_budget} both say how much to keep; give one")
     chosen: Any = {name: given[name] for name in choices}
     settings = Settings(
         text=text, layers=layers, sequences=sequences, length=length, rows=rows, batch=batch, seed=seed, device=device,
-        dtype=dtype, allow_unseen=allow_unseen,
-        options=Options(rho=rho, routing_weight=routing_weight, min_units=min_units, **chosen),
+        dtype=dtype, allow_unseen=allow_unseen, memory_budget=_size(memory_budget),
+        options=Options(
+            rho=0.9 if rho is None else rho, routing_weight=routing_weight, min_units=min_units, refit=refit, **chosen
+        ),
     )  # fmt: skip
     if dry_run:
         found = estimate(model, settings)
@@ -155,6 +175,15 @@ def restore(folder: Compressed, out: Out, as_json: Json = False) -> None:
         print_json({"ok": True, "out": str(out)})
     else:
         typer.echo(f"{out}: the dense reconstruction of {folder}")
+
+
+def _size(text: str) -> int | None:
+    if not text:
+        return None
+    try:
+        return int(str(parse_bytes(text)))
+    except ValueError as error:
+        raise CompressionError(f"--memory-budget: {error}") from None
 
 
 @contextmanager

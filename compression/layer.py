@@ -13,6 +13,7 @@ from torch import Tensor
 from forebay.compression.backbone import MAX_ROUNDS, Backbone, Progress, barycenter, mean_backbone
 from forebay.compression.experts import Expert
 from forebay.compression.importance import ACTIVATIONS, IMPORTANCES
+from forebay.compression.refit import refit_down
 from forebay.compression.selection import MIN_UNITS, select_expert, select_layer
 
 
@@ -26,6 +27,8 @@ class Options:
     importance: Literal["output", "wanda"] = "output"
     scope: Literal["layer", "expert"] = "layer"
     """Whether the units of a layer compete with each other, or those of each expert only."""
+    refit: bool = False
+    """Fit the kept down columns to the calibration rows (ours)."""
     routing_weight: bool = False
     """Multiply the scores of an expert by the mean square of its router probability."""
     min_units: int = MIN_UNITS
@@ -94,13 +97,32 @@ def select(scores: Sequence[Tensor], options: Options) -> list[Tensor]:
     return choose(scores, options.rho, options.min_units)
 
 
-def extract(experts: Sequence[Expert], backbone: Backbone, kept: Sequence[Tensor]) -> CompressedLayer:
-    """Take the residuals of the kept units."""
+def extract(
+    experts: Sequence[Expert],
+    backbone: Backbone,
+    kept: Sequence[Tensor],
+    rows: Sequence[Tensor] | None = None,
+    activation: str = "silu",
+) -> CompressedLayer:
+    """Take the residuals of the kept units.
+
+    Args:
+        experts: as in the model.
+        backbone: of these experts.
+        kept: units of each expert.
+        rows: calibration inputs of each expert, to fit the kept down columns to; None leaves them as they are.
+        activation: of the gate, for the fit.
+    """
     residuals = []
-    for expert, order, units in zip(experts, backbone.transport_EH, kept, strict=True):
-        base = backbone.weights
-        shared = Expert(base.gate_HD[units], base.up_HD[units], base.down_DH[:, units])
-        residuals.append(expert.permuted(order[units]) - shared)
+    for number, (expert, order, units) in enumerate(zip(experts, backbone.transport_EH, kept, strict=True)):
+        residual = expert.permuted(order[units]) - backbone.weights.permuted(units)
+        if rows is not None and len(units):
+            full, base = expert.permuted(order).to(torch.float32), backbone.weights.to(torch.float32)
+            change = refit_down(rows[number], full, base, units, ACTIVATIONS[activation])
+            residual = Expert(
+                residual.gate_HD, residual.up_HD, (residual.down_DH.float() + change).to(residual.down_DH.dtype)
+            )
+        residuals.append(residual)
     return CompressedLayer(backbone.weights, residuals, list(kept))
 
 
@@ -113,4 +135,5 @@ def compress_layer(
 ) -> CompressedLayer:
     """All of it: see `find_backbone`, `score`, `select`, `extract`."""
     found = backbone or find_backbone(experts, options)
-    return extract(experts, found, select(score(experts, found, rows, options, routing_E), options))
+    kept = select(score(experts, found, rows, options, routing_E), options)
+    return extract(experts, found, kept, rows if options.refit else None, options.activation)

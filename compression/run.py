@@ -16,17 +16,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from forebay.compression.backbone import Backbone
+from forebay.compression.budget import Sizes, units_within
+from forebay.compression.cache import BackboneCache, default_folder
 from forebay.compression.calibration import ROWS, LayerStatistics
 from forebay.compression.checkpoint import NAMES, ParserConfig, to_tensors
 from forebay.compression.errors import CompressionError, ModelError
+from forebay.compression.experts import Expert
 from forebay.compression.layer import Options, extract, find_backbone, score, select
-from forebay.compression.output import CheckpointWriter, copy_other_files, copy_weights, save_json, save_tensors
-from forebay.compression.selection import target
+from forebay.compression.output import CheckpointWriter, copy_other_files, copy_weights, save_tensors
+from forebay.compression.selection import select_budget
 from forebay.compression.source import ModelFolder, choose_layers
-from forebay.compression.streaming import HiddenStates, LayerwiseModel
+from forebay.compression.streaming import LayerwiseModel
 from forebay.compression.texts import pack, read_documents
-
-STATE = "state.json"
+from forebay.compression.work import ScoredLayer, WorkFolder
 
 Report = Callable[[str, int, int], None]
 """Told what is being done, and how many steps of how many are over."""
@@ -38,6 +40,8 @@ class Settings:
 
     text: Path
     options: Options = field(default_factory=Options)
+    memory_budget: int | None = None
+    """Bytes for all weights, instead of `options.rho`: the units of all layers compete for them (ours)."""
     layers: str = "default"
     sequences: int = 512
     length: int = 2048
@@ -49,11 +53,13 @@ class Settings:
     dtype: str = "float32"
     """What layers compute in during calibration; the weights keep their own type."""
     allow_unseen: bool = False
+    cache: Path = field(default_factory=default_folder)
+    """Where backbones are kept: see `cache.py`."""
 
     def identity(self) -> dict[str, Any]:
         """All that changes the result."""
         found = dataclasses.asdict(self) | {"text": str(self.text)}
-        return {key: value for key, value in found.items() if key not in ("batch", "device")}
+        return {key: value for key, value in found.items() if key not in ("batch", "device", "cache")}
 
 
 def compress(source: Path, out: Path, settings: Settings, report: Report = lambda *_: None) -> ParserConfig:
@@ -71,8 +77,10 @@ def compress(source: Path, out: Path, settings: Settings, report: Report = lambd
     job.open()
     for layer in range(job.next_layer, job.layers[-1] + 1):
         job.run_layer(layer)
+    if job.units is not None:
+        job.share(job.units)
     config = job.finish()
-    job.work.rename(out)
+    job.work.path.rename(out)
     return config
 
 
@@ -80,28 +88,31 @@ class _Job:
     """One compression on its way."""
 
     def __init__(self, source: ModelFolder, work: Path, settings: Settings, report: Report) -> None:
-        self.source, self.work, self.settings, self.report = source, work, settings, report
+        self.source, self.settings, self.report = source, settings, report
         self.layers = choose_layers(settings.layers, source)
         self.options = dataclasses.replace(settings.options, activation=_activation(source))
+        self.units = _units(source, self.layers, settings)
         self.model = LayerwiseModel(source, settings.device, getattr(torch, settings.dtype))
+        self.cache = BackboneCache(settings.cache)
         self.next_layer = 0
-        self.tokens = torch.empty(0, 0, dtype=torch.long)
+        self.tokens = self._tokens()
+        self.work = WorkFolder(work, (*self.tokens.shape, int(source.config["hidden_size"])), self.model.dtype)
         self._named: dict[int, dict[str, Any]] = {}
 
     def open(self) -> None:
         """Start afresh or go on."""
         identity = {"model": self.source.fingerprint(), "settings": self.settings.identity()}
         identity = json.loads(json.dumps(identity, default=str))
-        self.tokens = self._tokens()
-        state = self._read_state()
+        state = self.work.read_state()
         if state and state["identity"] != identity:
             raise CompressionError(
-                f"{self.work} is of another model or other settings; remove it to start afresh, or repeat its settings"
+                f"{self.work.path} is of another model or other settings; remove it to start afresh, or repeat its "
+                "settings"
             )
         self.next_layer = state["next_layer"] if state else 0
         if not state:
-            shutil.rmtree(self.work, ignore_errors=True)
-            self.work.mkdir(parents=True)
+            shutil.rmtree(self.work.path, ignore_errors=True)
+            self.work.path.mkdir(parents=True)
             self._embed()
             self._save_state(identity)
         self._identity = identity
@@ -123,12 +134,20 @@ class _Job:
             self._compress(layer, rows, statistics.routing)
         self.next_layer = layer + 1
         self._save_state(self._identity)
-        self._states(layer).path.unlink(missing_ok=True)
+        self.work.states(layer).path.unlink(missing_ok=True)
+
+    def share(self, units: int) -> None:
+        """Let the units of all layers compete, and compress the layers."""
+        self.report("choosing units", self.layers[-1] + 1, self.layers[-1] + 1)
+        scores = [self.work.load_scored(layer).scores for layer in self.layers]
+        for layer, kept in zip(self.layers, select_budget(scores, units, self.options.min_units), strict=True):
+            if not self.work.shard(layer).exists():
+                self._extract(layer, self.source.read_experts(layer), self.work.load_scored(layer), kept)
 
     def finish(self) -> ParserConfig:
         """Add everything that is not compressed, the index and the configuration."""
         self.report("copying the rest", self.layers[-1] + 1, self.layers[-1] + 1)
-        writer = CheckpointWriter(self.work)
+        writer = CheckpointWriter(self.work.path)
         replaced: set[str] = set()
         kept: dict[int, list[int]] = {}
         for layer in self.layers:
@@ -136,16 +155,15 @@ class _Job:
             kept[layer] = self._adopt(writer, layer)
         copy_weights(self.source, writer, replaced)
         config = self._config(kept)
-        copy_other_files(self.source, self.work)
+        copy_other_files(self.source, self.work.path)
         writer.finish(self.source.config | {"quantization_config": config.model_dump(mode="json")})
-        for path in (self.work / STATE, self._states(self.next_layer).path):
-            path.unlink(missing_ok=True)
+        self.work.clear()
         return config
 
     # ---- parts of a layer ----
 
     def _forward(self, layer: int, statistics: LayerStatistics | None) -> None:
-        before, after = self._states(layer), self._states(layer + 1)
+        before, after = self.work.states(layer), self.work.states(layer + 1)
         after.create()
         total, batch, last = len(self.tokens), self.settings.batch, self.layers[-1] + 1
         with torch.no_grad(), self.model.layer(layer) as module:
@@ -161,67 +179,49 @@ class _Job:
                 self.report(f"layer {layer}: calibrating, {first + len(states)} of {total} sequences", layer, last)
 
     def _compress(self, layer: int, rows: list[Tensor], routing_E: Tensor) -> None:
-        experts = self.source.read_experts(layer)
-        of = f"layer {layer}: aligning {len(experts)} experts"
-        total = self.layers[-1] + 1
-        found = self._cached_backbone(layer) or find_backbone(
-            experts, self.options, lambda round_, done: self.report(f"{of}, round {round_}, {done} done", layer, total)
-        )
-        self._cache_backbone(layer, found)
+        """With a budget for all layers, only up to the scores."""
+        experts, total = self.source.read_experts(layer), self.layers[-1] + 1
+        found = self._backbone(layer, experts)
         self.report(f"layer {layer}: scoring", layer, total)
-        kept = select(score(experts, found, rows, self.options, routing_E), self.options)
-        made = extract(experts, found, kept)
-        save_tensors(self._shard(layer), to_tensors(self.source.family.prefix(layer), made))
-        self._backbone_file(layer).unlink(missing_ok=True)
+        scores = score(experts, found, rows, self.options, routing_E)
+        scored = ScoredLayer(found, scores, rows if self.options.refit else [])
+        if self.units is None:
+            self._extract(layer, experts, scored, select(scores, self.options))
+        else:
+            self.work.save_scored(layer, scored)
+
+    def _backbone(self, layer: int, experts: list[Expert]) -> Backbone:
+        """Found before, or now."""
+        key = self.cache.key(experts, self.options)
+        found = self.cache.load(key)
+        if found is None:
+            of, total = f"layer {layer}: aligning {len(experts)} experts", self.layers[-1] + 1
+            found = find_backbone(
+                experts,
+                self.options,
+                lambda round_, done: self.report(f"{of}, round {round_}, {done} done", layer, total),
+            )
+            self.cache.save(key, found)
+        return found
+
+    def _extract(self, layer: int, experts: list[Expert], scored: ScoredLayer, kept: list[Tensor]) -> None:
+        rows = scored.rows if self.options.refit else None
+        made = extract(experts, scored.backbone, kept, rows, self.options.activation)
+        save_tensors(self.work.shard(layer), to_tensors(self.source.family.prefix(layer), made))
 
     def _adopt(self, writer: CheckpointWriter, layer: int) -> list[int]:
         """Count a finished layer in; how many units each expert keeps."""
-        path = self._shard(layer)
+        path = self.work.shard(layer)
         prefix = self.source.family.prefix(layer)
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         writer.adopt(path.name, {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
         return [int(count) for count in tensors[f"{prefix}.{NAMES[-1]}"].diff()]
 
-    # ---- files ----
-
-    def _states(self, layer: int) -> HiddenStates:
-        shape = (*self.tokens.shape, int(self.source.config["hidden_size"]))
-        return HiddenStates(self.work / f"hidden-{layer:05d}.bin", shape, self.model.dtype)
-
-    def _shard(self, layer: int) -> Path:
-        return self.work / f"parser-layer-{layer:05d}.safetensors"
-
-    def _backbone_file(self, layer: int) -> Path:
-        return self.work / f"backbone-{layer:05d}.safetensors"
-
-    def _cached_backbone(self, layer: int) -> Backbone | None:
-        """What an interrupted run had aligned already: of this model, whose fingerprint the folder carries."""
-        if not self._backbone_file(layer).exists():
-            return None
-        from safetensors.torch import load_file
-
-        from forebay.compression.experts import Expert
-
-        stored = load_file(self._backbone_file(layer))
-        return Backbone(Expert(stored["gate"], stored["up"], stored["down"]), stored["transport"])
-
-    def _cache_backbone(self, layer: int, found: Backbone) -> None:
-        weights = found.weights
-        parts = {"gate": weights.gate_HD, "up": weights.up_HD, "down": weights.down_DH, "transport": found.transport_EH}
-        save_tensors(self._backbone_file(layer), parts)
-
-    def _read_state(self) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = json.loads((self.work / STATE).read_text())
-        except (OSError, ValueError):
-            return None
-        return found
+    # ---- beginnings ----
 
     def _save_state(self, identity: dict[str, Any]) -> None:
-        save_json(self.work / STATE, {"identity": identity, "next_layer": self.next_layer})
-
-    # ---- beginnings ----
+        self.work.save_state({"identity": identity, "next_layer": self.next_layer})
 
     def _tokens(self) -> Tensor:
         from transformers import AutoTokenizer
@@ -241,7 +241,7 @@ class _Job:
         )
 
     def _embed(self) -> None:
-        states, batch = self._states(0), self.settings.batch
+        states, batch = self.work.states(0), self.settings.batch
         states.create()
         for first in range(0, len(self.tokens), batch):
             hidden, named = self.model.embed(self.tokens[first : first + batch])
@@ -255,16 +255,28 @@ class _Job:
         return self._named[count]
 
     def _config(self, kept: dict[int, list[int]]) -> ParserConfig:
-        weights = self.source.expert_names(self.layers[0])
-        experts = len(kept[self.layers[0]])
-        down = self.source.size(weights[-1]) // (experts if len(weights) == 2 else 1)
-        size = int(self.source.config["hidden_size"])
+        sizes = Sizes.of(self.source, self.layers, self.options.min_units)
         texts = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
         made_with = dataclasses.asdict(self.options) | {"calibration_tokens": self.tokens.numel(), "calibration": texts}
+        rho = self.options.rho
+        if self.settings.memory_budget is not None:
+            rho = 1 - sum(map(sum, kept.values())) / (sizes.layers * sizes.experts * sizes.units)
+            made_with |= {"rho": rho, "memory_budget": self.settings.memory_budget}
         return ParserConfig(
-            rho=self.options.rho, activation=self.options.activation, experts=experts, hidden_units=down // size,
-            hidden_size=size, kept=kept, made_with=made_with,
+            rho=rho, activation=self.options.activation, experts=sizes.experts, hidden_units=sizes.units,
+            hidden_size=int(self.source.config["hidden_size"]), kept=kept, made_with=made_with,
         )  # fmt: skip
+
+
+def _units(source: ModelFolder, layers: list[int], settings: Settings) -> int | None:
+    """Units for all layers together, where they share a budget."""
+    if settings.memory_budget is None:
+        return None
+    if settings.options.scope == "expert":
+        raise CompressionError(
+            "--scope expert gives every expert the same share, --memory-budget the best ones; leave one of them out"
+        )
+    return units_within(Sizes.of(source, layers, settings.options.min_units), settings.memory_budget)
 
 
 def _activation(source: ModelFolder) -> str:
@@ -274,30 +286,3 @@ def _activation(source: ModelFolder) -> str:
     if name not in ACTIVATIONS:
         raise ModelError(f"hidden_act {name!r} is none of {', '.join(ACTIVATIONS)}")
     return str(name)
-
-
-def estimate(source: Path, settings: Settings) -> dict[str, Any]:
-    """What `compress` would make of a model, without calibration: the same units for every expert.
-
-    Raises:
-        CompressionError: the model cannot be compressed.
-    """
-    folder = ModelFolder(source)
-    layers, rho = choose_layers(settings.layers, folder), settings.options.rho
-    experts = folder.family.expert_count(folder.config)
-    sizes = {layer: [folder.bytes(name) for name in folder.expert_names(layer)] for layer in layers}
-    size = int(folder.config["hidden_size"])
-    names = folder.expert_names(layers[0])
-    units = folder.size(names[-1]) // (experts if len(names) == 2 else 1) // size
-    kept = max(target(rho, experts * units), settings.options.min_units * experts)
-    fraction = (kept / experts + units / experts) / units
-    before = sum(folder.bytes(name) for name in folder.names)
-    after = before - sum(sum(found) for found in sizes.values()) * (1 - fraction)
-    each = {"kept": kept, "units": experts * units, "fewest": settings.options.min_units, "median": kept / experts}
-    return {
-        "model_type": folder.config["model_type"],
-        "rho": rho,
-        "bytes": round(after),
-        "dense_bytes": before,
-        "layers": [{"layer": layer, **each, "most": units, "fraction": fraction} for layer in layers],
-    }

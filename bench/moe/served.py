@@ -36,7 +36,10 @@ def measure(context: Context) -> Measurement:
 
     compressed, dense = context.work / "compressed", context.work / "dense"
     context.say("compressing")
-    settings = Settings(text=_text(context.work), options=Options(rho=RHO), sequences=64, length=128, allow_unseen=True)
+    settings = Settings(
+        text=_text(context.work), options=Options(rho=RHO), sequences=64, length=128, allow_unseen=True,
+        cache=context.work / "cache",
+    )  # fmt: skip
     config = compress(MODEL, compressed, settings)
     CompressedFolder(compressed).restore(dense)
     runs = [("dense", dense, "float32"), ("compressed", compressed, "float32")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,16 @@ from forebay.compression.run import Settings, compress
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests/assets/tinymoe-qwen3-8m"
+CACHE = Path(tempfile.mkdtemp(prefix="forebay-backbones-"))
+"""What an earlier run of the tests found must not make a test pass."""
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 
 def settings(**changes) -> Settings:
     """A few seconds' worth."""
     options = changes.pop("options", Options(rho=0.8))
-    return Settings(text=ROOT / "docs", options=options, sequences=16, length=128, **changes)
+    values = {"text": ROOT / "docs", "options": options, "sequences": 16, "length": 128, "cache": CACHE}
+    return Settings(**values | changes)
 
 
 @pytest.fixture(scope="session")

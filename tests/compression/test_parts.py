@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from forebay.compression.backbone import barycenter, mean_backbone
 from forebay.compression.errors import CalibrationError
@@ -66,6 +68,31 @@ def test_planted_permutations_are_found():
         return sum(float(part.cloud().square().sum()) for part in parts)
 
     assert spread(barycenter(experts)) < 0.3 * spread(mean_backbone(experts))
+
+
+def plainly(experts: list[Expert], rounds: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
+    """The barycenter by its definition, in float64: every cost, in every round."""
+    clouds = [expert.cloud().double() for expert in experts]
+    points, before = clouds[0], None
+    for _ in range(rounds):
+        transport = [linear_sum_assignment(torch.cdist(points, cloud).square().numpy())[1] for cloud in clouds]
+        if before is not None and all((one == two).all() for one, two in zip(transport, before)):
+            break
+        points = torch.stack([cloud[order] for cloud, order in zip(clouds, transport)]).mean(0)
+        before = transport
+    return points, torch.from_numpy(np.stack(transport))
+
+
+@pytest.mark.parametrize(("units", "size"), [(40, 8), (40, 64), (1, 3)])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_barycenter_by_its_definition(seed, units, size):
+    """Whether costs are kept from round to round (few units) or not (more units than dimensions)."""
+    random = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(6, *shape, generator=random) for shape in ((units, size), (units, size), (size, units))]
+    experts = [Expert(*weights) for weights in zip(*parts)]
+    found, (points, transport) = barycenter(experts), plainly(experts)
+    assert torch.equal(found.transport_EH, transport)
+    torch.testing.assert_close(found.weights.cloud().double(), points, rtol=1e-5, atol=1e-5)
 
 
 def test_the_order_of_units_does_not_matter():

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from forebay.compression.budget import estimate
 from forebay.compression.errors import CompressionError, ModelError
 from forebay.compression.layer import Options, compress_layer
 from forebay.compression.restore import CompressedFolder
-from forebay.compression.run import Settings, compress, estimate
+from forebay.compression.run import compress
 from forebay.compression.source import ModelFolder
 from tests.compression.conftest import MODEL, ROOT, settings
 
@@ -223,10 +224,10 @@ def test_wrong_layers(layers, message):
 def test_experts_that_no_token_reaches_are_named(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the " * 200)
-    few = Settings(text=text, sequences=1, length=64)
+    few = settings(text=text, sequences=1, length=64)
     with pytest.raises(
         CompressionError, match=r"layer 0: no calibration token reached experts \d.* of 16; give more text"
     ):
         compress(MODEL, tmp_path / "out", few)
-    compress(MODEL, tmp_path / "out2", Settings(text=text, sequences=1, length=64, allow_unseen=True))
+    compress(MODEL, tmp_path / "out2", settings(text=text, sequences=1, length=64, allow_unseen=True))
     CompressedFolder(tmp_path / "out2").verify()
