@@ -1,4 +1,6 @@
-"""Forward pass on a GPU: dense matmuls of the backbone by torch, everything about the residuals in our kernels.
+"""Forward pass on a GPU: dense matmuls of the backbone by torch, all else in our kernels.
+
+What else is: the residuals, and the matmuls of a backbone in int8.
 
 Nothing waits for the device, and every shape follows from shapes: a CUDA graph can capture it. Few tokens (at most one
 pair per expert on average) take kernels that read residual rows once per pair; more take kernels on blocks of pairs of
@@ -8,12 +10,14 @@ Shape letters as in `triton_math`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from forebay.kernels.parser_moe import triton_tuning as tuning
+from forebay.kernels.parser_moe.triton_backbone import hidden_int8, output_int8
 from forebay.kernels.parser_moe.triton_down import down_few, down_many
 from forebay.kernels.parser_moe.triton_group import group_pairs
 from forebay.kernels.parser_moe.triton_hidden import hidden_few, hidden_many
@@ -76,6 +80,11 @@ class Call:
         """Pairs of a block, about those of one expert."""
         return min(128, max(16, power_of_2(cdiv(self.pairs, self.E))))
 
+    @property
+    def backbone_t(self) -> int:
+        """Tokens of a block, for a backbone in int8."""
+        return min(128, max(16, power_of_2(self.T)))
+
     def strides(self, block_r: int) -> int:
         """Programs that share the unit blocks of one expert."""
         mean: float = UNEVEN * self.weights.indices_R.shape[0] / self.E
@@ -98,10 +107,51 @@ def forward(
     W = min(H, weights.indices_R.shape[0])
     call = Call(*inputs, weights, activation, T, K, weights.experts, H, D, W)
     with torch.cuda.device_of(x_TD):
-        g_TH, u_TH = call.x_TD @ weights.gate_HD.T, call.x_TD @ weights.up_HD.T
+        g_TH, u_TH = backbone_hidden(call)
         h_PW = x_TD.new_empty(call.pairs, W)
         y_TD = few_tokens(call, g_TH, u_TH, h_PW) if call.few else many_tokens(call, g_TH, u_TH, h_PW)
-        return torch.addmm(y_TD, mix(call, g_TH, u_TH, h_PW), weights.down_DH.T)
+        return backbone_output(call, mix(call, g_TH, u_TH, h_PW), y_TD)
+
+
+def backbone_hidden(call: Call) -> tuple[Tensor, Tensor]:
+    """g_TH and u_TH, the backbone's gate and up before the activation."""
+    weights = call.weights
+    if weights.gate_HD.dtype is not torch.int8:
+        return call.x_TD @ weights.gate_HD.T, call.x_TD @ weights.up_HD.T
+    g_TH, u_TH = call.x_TD.new_empty(call.T, call.H), call.x_TD.new_empty(call.T, call.H)
+
+    def launch(blocks: Blocks) -> None:
+        hidden_int8[(cdiv(call.H, blocks.r), cdiv(call.T, call.backbone_t))](
+            call.x_TD, weights.gate_HD, weights.up_HD, weights.gate_scale_H, weights.up_scale_H, g_TH, u_TH, call.T,
+            call.H, call.D, call.backbone_t, blocks.r, blocks.d, **blocks.options(),
+        )  # fmt: skip
+
+    launch(choose_backbone(call, "hidden_int8", launch))
+    return g_TH, u_TH
+
+
+def backbone_output(call: Call, mixed_TH: Tensor, residual_TD: Tensor) -> Tensor:
+    """y_TD: what the residuals add, and the backbone's down."""
+    weights = call.weights
+    if weights.down_DH.dtype is not torch.int8:
+        return torch.addmm(residual_TD, mixed_TH, weights.down_DH.T)
+    y_TD = torch.empty_like(call.x_TD)
+
+    def launch(blocks: Blocks) -> None:
+        output_int8[(cdiv(call.D, blocks.r), cdiv(call.T, call.backbone_t))](
+            mixed_TH, weights.down_DH, weights.down_scale_D, residual_TD, y_TD, call.T, call.H, call.D,
+            call.backbone_t, blocks.r, blocks.d, **blocks.options(),
+        )  # fmt: skip
+
+    launch(choose_backbone(call, "output_int8", launch))
+    return y_TD
+
+
+def choose_backbone(call: Call, kernel: str, launch: Callable[[Blocks], None]) -> Blocks:
+    """The fastest configuration of a kernel of `triton_backbone`."""
+    dtype, block_t = call.x_TD.dtype, call.backbone_t
+    key = (kernel, block_t, call.H, call.D, dtype, call.x_TD.device)
+    return tuning.choose(key, tuning.many(tuning.BACKBONE_INT8, block_t, dtype), launch)
 
 
 def few_tokens(call: Call, g_TH: Tensor, u_TH: Tensor, h_PW: Tensor) -> Tensor:

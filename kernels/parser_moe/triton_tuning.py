@@ -49,6 +49,13 @@ DOWN_MANY = {
     64: (Blocks(32, 128), Blocks(64, 128), Blocks(64, 64)),
     128: (Blocks(32, 128, warps=8), Blocks(64, 128, warps=8), Blocks(64, 64)),
 }
+BACKBONE_INT8 = {
+    16: (Blocks(16, 128), Blocks(32, 128), Blocks(64, 128), Blocks(16, 256)),
+    32: (Blocks(32, 128), Blocks(64, 128), Blocks(16, 128)),
+    64: (Blocks(64, 128), Blocks(64, 64), Blocks(32, 128)),
+    128: (Blocks(64, 64, warps=8), Blocks(64, 128, warps=8), Blocks(64, 64)),
+}
+"""By tokens of a block; rows of weights are `r`, columns `d`."""
 FLOAT32 = (Blocks(32, 32, stages=2),)
 """Many tokens in float32, without tensor cores: for checks, not for speed."""
 

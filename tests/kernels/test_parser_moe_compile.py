@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from forebay.kernels.parser_moe import triton_forward, triton_tuning
+from forebay.kernels.parser_moe.triton_backbone import hidden_int8, output_int8
 from forebay.kernels.parser_moe.triton_down import down_few, down_many
 from forebay.kernels.parser_moe.triton_group import group_pairs
 from forebay.kernels.parser_moe.triton_hidden import hidden_few, hidden_many
@@ -30,7 +31,8 @@ SIZES = {
     "BLOCK_H": triton_forward.MIX_H,
 }  # fmt: skip
 INTEGERS = {"ids_ptr", "order_ptr", "starts_ptr", "indices_ptr", "offsets_ptr"}
-FLOATS = {"weights_ptr", "sums_ptr"}
+FLOATS = {"weights_ptr", "sums_ptr", "gate_scale_ptr", "up_scale_ptr", "down_scale_ptr"}
+INT8 = {"gate_ptr", "up_ptr", "down_ptr"}
 
 
 class Launch(NamedTuple):
@@ -54,6 +56,9 @@ def defaults() -> Iterator[Launch]:
     for block_t in triton_tuning.HIDDEN_MANY:
         yield launch(hidden_many, triton_tuning.HIDDEN_MANY[block_t][0], "bf16", BLOCK_T=block_t)
         yield launch(down_many, triton_tuning.DOWN_MANY[block_t][0], "bf16", BLOCK_T=block_t)
+    for block_t in triton_tuning.BACKBONE_INT8:
+        yield launch(hidden_int8, triton_tuning.BACKBONE_INT8[block_t][0], "bf16", BLOCK_T=block_t)
+        yield launch(output_int8, triton_tuning.BACKBONE_INT8[block_t][0], "bf16", BLOCK_T=block_t)
 
 
 def variations() -> Iterator[Launch]:
@@ -62,16 +67,19 @@ def variations() -> Iterator[Launch]:
     yield launch(down_few, triton_tuning.DOWN_FEW[0], "fp16")
     yield launch(hidden_many, triton_tuning.HIDDEN_MANY[128][0], "fp16", "gelu", BLOCK_T=128)
     yield launch(down_many, triton_tuning.DOWN_MANY[128][0], "fp16", BLOCK_T=128)
+    yield launch(hidden_int8, triton_tuning.BACKBONE_INT8[128][0], "fp16", BLOCK_T=128)
 
 
-def pointer(name: str, dtype: str) -> str:
-    return "*" + ("i32" if name in INTEGERS else "fp32" if name in FLOATS else dtype)
+def argument(name: str, dtype: str) -> str:
+    if name in {"P", "T"}:
+        return "i32"
+    return "*" + ("i32" if name in INTEGERS else "i8" if name in INT8 else "fp32" if name in FLOATS else dtype)
 
 
 def compile_kernel(one: Launch, architecture: int) -> Any:
     names = one.kernel.arg_names
     constants = {name: one.constants[name] for name in names if name in one.constants}
-    arguments = {name: "i32" if name == "P" else pointer(name, one.dtype) for name in names if name not in constants}
+    arguments = {name: argument(name, one.dtype) for name in names if name not in constants}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in arguments}
     signature = {name: arguments.get(name, "constexpr") for name in names}
     source = ASTSource(one.kernel, signature, constants, aligned)

@@ -34,6 +34,7 @@ class Case:
     dim: int = 77
     others: int = 1
     shift: int = 0
+    int8: bool = False
 
 
 CASES = (
@@ -56,6 +57,11 @@ CASES = (
     Case(1, 1, "few", experts=1, others=0),  # nobody keeps a unit
     Case(3, 1, "many", experts=1, others=0),
     Case(0, 2, "few"),
+    Case(1, 3, "few", int8=True),
+    *(Case(tokens, 1, "many", dim=33, int8=True) for tokens in (20, 40, 130)),  # blocks of 32, 64 and 128 tokens
+    Case(1, 3, "few", "float16", int8=True),
+    Case(7, 3, "many", "float16", hidden=128, dim=256, int8=True),  # blocks fill rows exactly
+    Case(3, 2, "many", experts=3, hidden=1, dim=5, int8=True),
 )
 
 
