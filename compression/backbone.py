@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from forebay.compression.assignment import FLOAT, Assignments, solvers
 from forebay.compression.experts import Expert
+from forebay.compression.int8 import Int8Backbone, quantize
 
 MAX_ROUNDS = 100
 TOLERANCE = 1e-9
 """Squared movement of all points in one round that ends the iteration (both as published)."""
-FLOAT = 4
-"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,18 @@ class Backbone:
     """What a layer's experts share."""
 
     weights: Expert
-    """In the experts' own type."""
+    """In the experts' own type; float32 where it is stored in int8."""
     transport_EH: Tensor
     """`transport_EH[e, j]`: which unit of expert e lines up with unit j of the backbone. int64."""
     rounds: int = 0
     """In which points moved."""
+    int8: Int8Backbone | None = None
+    """What is stored, if that is int8: `weights` are what it stands for."""
+
+    def in_int8(self) -> Backbone:
+        """The same, rounded."""
+        stored = quantize(self.weights)
+        return replace(self, weights=stored.dequantized(), int8=stored)
 
 
 Progress = Callable[[int, int], None]
@@ -66,21 +75,22 @@ def barycenter(
         max_rounds: limit of rounds.
         progress: told after every expert.
     """
-    points, costs, rounds, distance = experts[0].to(torch.float32, copy=True), _Costs(experts), 0, math.inf
-    moved_M = torch.arange(points.gate_HD.shape[0])
-    before = torch.full((len(experts), len(moved_M)), -1)
-    while True:
-        transport = before.clone()
-        for number in range(len(experts)):
-            transport[number] = _assign(costs.update(number, points, moved_M))
-            if progress:
-                progress(rounds + 1, number + 1)
-        moved_M = (transport != before).any(dim=0).nonzero()[:, 0]
-        if not len(moved_M) or rounds == max_rounds or distance <= TOLERANCE:
-            break
-        distance = _move(points, experts, transport, moved_M)
-        before, rounds = transport, rounds + 1
+    points, rounds, distance = experts[0].to(torch.float32, copy=True), 0, math.inf
+    units = points.gate_HD.shape[0]
+    moved_M, before = torch.arange(units), torch.full((len(experts), units), -1)
+    with _Costs(experts) as costs:
+        while True:
+            transport = costs.assign(points, moved_M, partial(progress or _silent, rounds + 1))
+            moved_M = (transport != before).any(dim=0).nonzero()[:, 0]
+            if not len(moved_M) or rounds == max_rounds or distance <= TOLERANCE:
+                break
+            distance = _move(points, experts, transport, moved_M)
+            before, rounds = transport, rounds + 1
     return Backbone(points.to(experts[0].gate_HD.dtype), transport, rounds)
+
+
+def _silent(round_: int, done: int) -> None:
+    pass
 
 
 class _Costs:
@@ -90,27 +100,48 @@ class _Costs:
     them most points have a unit of their own at once, and the assignment is found faster.
 
     After the first rounds few points move. Their costs alone are computed again, where the costs of all experts
-    together need at most half the memory of their weights (our choice); else all are.
+    together need at most half the memory of their weights (our choice); else all are, for one expert at a time.
     """
 
     def __init__(self, experts: Sequence[Expert]) -> None:
+        self._experts = experts
         units, size = experts[0].gate_HD.shape
-        self.experts = experts
-        self.squares_EH = torch.stack([_squares(expert) for expert in experts])
-        self.kept: list[Tensor] | None = None
-        if 2 * units * FLOAT <= 3 * size * experts[0].gate_HD.element_size():
-            self.kept = [torch.empty(units, units) for _ in experts]
+        self._squares_EH = torch.stack([_squares(expert) for expert in experts])
+        self._kept = 2 * units * FLOAT <= 3 * size * experts[0].gate_HD.element_size()
+        matrices = len(experts) if self._kept else 1
+        self._assignments = Assignments(matrices, units, solvers(len(experts), units) if self._kept else 0)
 
-    def update(self, number: int, points: Expert, moved_M: Tensor) -> Tensor:
-        """The costs (points, units) of one expert, after some points moved."""
-        expert, squares_H = self.experts[number], self.squares_EH[number]
-        if self.kept is None:
-            return _distances(expert, squares_H, points)
-        if len(moved_M) == len(squares_H):
-            self.kept[number] = _distances(expert, squares_H, points)
-        else:
-            self.kept[number][moved_M] = _distances(expert, squares_H, points.permuted(moved_M))
-        return self.kept[number]
+    def __enter__(self) -> Self:
+        self._assignments.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._assignments.__exit__(*error)
+
+    def assign(self, points: Expert, moved_M: Tensor, progress: Callable[[int], None]) -> Tensor:
+        """The unit of each expert for each point (E, H), after some points moved.
+
+        Args:
+            points: all of them.
+            moved_M: those that moved since the last call; all in the first.
+            progress: told how many experts are done.
+        """
+        everything = not self._kept or len(moved_M) == points.gate_HD.shape[0]
+        changed = points if everything else points.permuted(moved_M)
+        found = []
+        for number, expert in enumerate(self._experts):
+            cost_HH = self._assignments.costs_EHH[number if self._kept else 0]
+            cost_MH = _distances(expert, self._squares_EH[number], changed)
+            if everything:
+                cost_HH.copy_(cost_MH)
+            else:
+                cost_HH[moved_M] = cost_MH
+            found.append(self._assignments.submit(number if self._kept else 0))
+        transport = []
+        for done, one in enumerate(found, 1):
+            transport.append(torch.from_numpy(one.result().astype("int64")))
+            progress(done)
+        return torch.stack(transport)
 
 
 def _squares(expert: Expert) -> Tensor:
@@ -123,14 +154,6 @@ def _distances(expert: Expert, squares_H: Tensor, points: Expert) -> Tensor:
     cost_MH = torch.addmm(squares_H, points.gate_HD, expert.gate_HD.float().T, alpha=-2)
     cost_MH.addmm_(points.up_HD, expert.up_HD.float().T, alpha=-2)
     return cost_MH.addmm_(points.down_DH.T, expert.down_DH.float(), alpha=-2)
-
-
-def _assign(cost_HH: Tensor) -> Tensor:
-    """The unit for each point, at the least total cost."""
-    from scipy.optimize import linear_sum_assignment  # serving must not need scipy
-
-    _, units = linear_sum_assignment(cost_HH.numpy())
-    return torch.from_numpy(units)
 
 
 def _move(points: Expert, experts: Sequence[Expert], transport_EH: Tensor, moved_M: Tensor) -> float:

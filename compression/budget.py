@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.compression.errors import CompressionError
+from forebay.compression.int8 import backbone_bytes
 from forebay.compression.selection import target
 from forebay.compression.source import ModelFolder, choose_layers
 
 if TYPE_CHECKING:
+    from forebay.compression.layer import Options
     from forebay.compression.run import Settings
 
 INDEX_BYTES = 4
@@ -31,24 +33,29 @@ class Sizes:
     """Those to be compressed, their number."""
     unit: int
     """A row of gate, a row of up, a column of down."""
+    backbone: int
+    """Of one layer."""
     floor: int
     """Units that every expert keeps, their number."""
 
     @classmethod
-    def of(cls, folder: ModelFolder, layers: list[int], min_units: int) -> Sizes:
+    def of(cls, folder: ModelFolder, layers: list[int], options: Options) -> Sizes:
         """From the headers of the model's files."""
         names = folder.expert_names(layers[0])
         experts = folder.family.expert_count(folder.config)
         weights = sum(folder.bytes(name) for name in names)
         down = folder.size(names[-1]) // (experts if len(names) == 2 else 1)
-        units = down // int(folder.config["hidden_size"])
+        size = int(folder.config["hidden_size"])
+        units = down // size
+        unit = weights // (experts * units)
         return cls(
             model=sum(folder.bytes(name) for name in folder.names),
             experts=experts,
             units=units,
             layers=len(layers),
-            unit=weights // (experts * units),
-            floor=min(min_units, units) * experts,
+            unit=unit,
+            backbone=backbone_bytes(units, size) if options.backbone_dtype == "int8" else units * unit,
+            floor=min(options.min_units, units) * experts,
         )
 
     @property
@@ -59,7 +66,7 @@ class Sizes:
     @property
     def without_units(self) -> int:
         """The compressed model if no expert kept a unit."""
-        layer = self.units * self.unit + INDEX_BYTES * (self.experts + 1)
+        layer = self.backbone + INDEX_BYTES * (self.experts + 1)
         return self.model - self.layers * (self.dense_layer - layer)
 
     def total(self, kept: int) -> int:
@@ -96,7 +103,7 @@ def estimate(source: Path, settings: Settings) -> dict[str, Any]:
     """
     folder = ModelFolder(source)
     layers, options = choose_layers(settings.layers, folder), settings.options
-    sizes = Sizes.of(folder, layers, options.min_units)
+    sizes = Sizes.of(folder, layers, options)
     all_units = sizes.experts * sizes.units
     if settings.memory_budget is None:
         kept = max(target(options.rho, all_units), sizes.floor)
@@ -107,6 +114,7 @@ def estimate(source: Path, settings: Settings) -> dict[str, Any]:
     return {
         "model_type": folder.config["model_type"],
         "rho": options.rho if settings.memory_budget is None else 1 - kept / all_units,
+        "backbone_dtype": options.backbone_dtype,
         "bytes": sizes.total(kept * sizes.layers),
         "dense_bytes": sizes.model,
         "layers": [{"layer": layer, **each, "most": sizes.units, "fraction": fraction} for layer in layers],

@@ -13,20 +13,27 @@ units, D model dimension, R kept units of all experts):
     {experts}.residual.indices            (R,)       int32, ascending within an expert
     {experts}.residual.offsets            (E + 1,)   int32, expert e has rows offsets[e] to offsets[e + 1]
 
+With `backbone_dtype: int8` the backbone is int8, and its rows are to be multiplied by
+
+    {experts}.backbone.gate_proj.weight_scale   (H,)   float32, above 0
+    {experts}.backbone.up_proj.weight_scale     (H,)
+    {experts}.backbone.down_proj.weight_scale   (D,)
+
 Units are numbered as in the backbone: the permutation of each expert is applied, nothing else is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 from torch import Tensor
 
 from forebay.compression.errors import CheckpointError
 from forebay.compression.experts import Expert
+from forebay.compression.int8 import Int8Backbone
 from forebay.compression.layer import CompressedLayer
 
 FORMAT_VERSION = 1
@@ -35,6 +42,9 @@ BACKBONE = ("backbone.gate_proj.weight", "backbone.up_proj.weight", "backbone.do
 RESIDUAL = ("residual.gate", "residual.up", "residual.down")
 INDICES, OFFSETS = "residual.indices", "residual.offsets"
 NAMES = (*BACKBONE, *RESIDUAL, INDICES, OFFSETS)
+"""Tensors of every compressed layer, in the order in which kernels take them."""
+SCALES = tuple(f"{name}_scale" for name in BACKBONE)
+"""After those, where the backbone is int8."""
 
 Get = Callable[[str], Tensor]
 Count = Annotated[int, Field(ge=0)]
@@ -59,11 +69,25 @@ class ParserConfig(BaseModel):
     """Units that each expert keeps, by compressed layer."""
     made_with: dict[str, Any] = {}
     """Settings of the compression, for the reader's information."""
+    backbone_dtype: Literal["int8"] | None = None
+    """None is the type of the residuals. Left out then, so that a forebay that knows no other reads the folder."""
 
     @property
     def layers(self) -> list[int]:
         """Compressed layers, ascending."""
         return sorted(self.kept)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tensors of a compressed layer."""
+        return NAMES if self.backbone_dtype is None else NAMES + SCALES
+
+    @model_serializer(mode="wrap")
+    def _leave_out(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        found = serialize(self)
+        if self.backbone_dtype is None:
+            del found["backbone_dtype"]
+        return found
 
 
 def parse_config(found: Mapping[str, Any] | None) -> ParserConfig:
@@ -90,14 +114,15 @@ def parse_config(found: Mapping[str, Any] | None) -> ParserConfig:
 
 def to_tensors(prefix: str, layer: CompressedLayer) -> dict[str, Tensor]:
     """A layer as it is stored."""
-    backbone = layer.backbone
+    backbone = layer.int8.weights if layer.int8 else layer.backbone
     values = [backbone.gate_HD, backbone.up_HD, backbone.down_DH]
     values.append(torch.cat([rest.gate_HD for rest in layer.residuals]))
     values.append(torch.cat([rest.up_HD for rest in layer.residuals]))
     values.append(torch.cat([rest.down_DH.T for rest in layer.residuals]))
     counts = torch.tensor([0] + [len(units) for units in layer.kept])
     values += [torch.cat(layer.kept).int(), counts.cumsum(0).int()]
-    return {f"{prefix}.{name}": value.contiguous() for name, value in zip(NAMES, values, strict=True)}
+    values += layer.int8.scales if layer.int8 else ()
+    return {f"{prefix}.{name}": value.contiguous() for name, value in zip(NAMES + SCALES, values, strict=False)}
 
 
 def from_tensors(prefix: str, get: Get) -> CompressedLayer:
@@ -106,7 +131,12 @@ def from_tensors(prefix: str, get: Get) -> CompressedLayer:
     sizes = offsets.diff().tolist()
     parts = zip(rest_gate.split(sizes), rest_up.split(sizes), rest_down.split(sizes), strict=True)
     residuals = [Expert(one, two, three.T) for one, two, three in parts]
-    return CompressedLayer(Expert(gate, up, down), residuals, [units.long() for units in indices.split(sizes)])
+    kept = [units.long() for units in indices.split(sizes)]
+    backbone = Expert(gate, up, down)
+    if gate.dtype is not torch.int8:
+        return CompressedLayer(backbone, residuals, kept)
+    int8 = Int8Backbone(backbone, *(get(f"{prefix}.{name}") for name in SCALES))
+    return CompressedLayer(int8.dequantized(), residuals, kept, int8)
 
 
 def check_layer(prefix: str, layer: int, config: ParserConfig, get: Get, names: set[str]) -> None:
@@ -115,7 +145,7 @@ def check_layer(prefix: str, layer: int, config: ParserConfig, get: Get, names: 
     Raises:
         CheckpointError: naming the first tensor that is missing or wrong.
     """
-    missing = [name for name in NAMES if f"{prefix}.{name}" not in names]
+    missing = [name for name in config.names if f"{prefix}.{name}" not in names]
     if missing:
         raise CheckpointError(f"{prefix}.{missing[0]} is missing; the checkpoint is damaged, compress the model again")
     kept = config.kept[layer]
@@ -123,14 +153,29 @@ def check_layer(prefix: str, layer: int, config: ParserConfig, get: Get, names: 
         raise CheckpointError(f"quantization_config.kept.{layer} has {len(kept)} experts, not {config.experts}")
     rows, units, size = sum(kept), config.hidden_units, config.hidden_size
     shapes = [(units, size), (units, size), (size, units), *[(rows, size)] * 3, (rows,), (config.experts + 1,)]
-    tensors = [get(f"{prefix}.{name}") for name in NAMES]
-    for name, tensor, shape in zip(NAMES, tensors, shapes, strict=True):
+    tensors = {name: get(f"{prefix}.{name}") for name in config.names}
+    for (name, tensor), shape in zip(tensors.items(), [*shapes, (units,), (units,), (size,)], strict=False):
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{prefix}.{name} has shape {tuple(tensor.shape)}, not {shape}")
-    for name, tensor in zip(NAMES[:6], tensors, strict=False):
-        if not tensor.dtype.is_floating_point or not bool(tensor.isfinite().all()):
+    int8 = () if config.backbone_dtype is None else BACKBONE
+    for name in (*BACKBONE, *RESIDUAL):
+        if name not in int8 and not _finite(tensors[name]):
             raise CheckpointError(f"{prefix}.{name} has values that are no finite numbers")
-    check_indices(prefix, kept, units, tensors[-2], tensors[-1])
+    for name in int8:
+        _check_int8(prefix, name, tensors)
+    check_indices(prefix, kept, units, tensors[INDICES], tensors[OFFSETS])
+
+
+def _finite(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point and bool(tensor.isfinite().all())
+
+
+def _check_int8(prefix: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+    if tensors[name].dtype is not torch.int8:
+        raise CheckpointError(f"{prefix}.{name} is {tensors[name].dtype}, not the int8 of quantization_config")
+    scale = tensors[f"{name}_scale"]
+    if scale.dtype is not torch.float32 or not _finite(scale) or not bool((scale > 0).all()):
+        raise CheckpointError(f"{prefix}.{name}_scale is {scale.dtype}; it must be finite float32 above 0")
 
 
 def check_indices(prefix: str, kept: list[int], units: int, indices: Tensor, offsets: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from forebay.compression.checkpoint import NAMES, ParserConfig, check_layer, from_tensors, parse_config
+from forebay.compression.checkpoint import NAMES, SCALES, ParserConfig, check_layer, from_tensors, parse_config
 from forebay.compression.errors import CheckpointError, CompressionError
 from forebay.compression.layer import CompressedLayer
 from forebay.compression.output import CheckpointWriter, copy_other_files, copy_weights
@@ -35,6 +35,10 @@ class CompressedFolder(ModelFolder):
         check_layer(prefix, layer, self.parser, self.get, self.names)
         return from_tensors(prefix, self.get)
 
+    def layer_names(self) -> set[str]:
+        """Tensors of all compressed layers."""
+        return {f"{self.family.prefix(layer)}.{name}" for layer in self.parser.layers for name in self.parser.names}
+
     def verify(self, report: Report = lambda *_: None) -> None:
         """Read everything there is.
 
@@ -46,10 +50,13 @@ class CompressedFolder(ModelFolder):
             self.read_layer(layer)
         for name in self.names:
             self.get(name)
-        extra = {f"{self.family.prefix(layer)}.{name}" for layer in range(self.layers) for name in NAMES} & self.names
-        known = {f"{self.family.prefix(layer)}.{name}" for layer in self.parser.layers for name in NAMES}
-        if unknown := sorted(extra - known):
-            raise CheckpointError(f"{unknown[0]} is there, but quantization_config.kept does not name its layer")
+        prefixes = [self.family.prefix(layer) for layer in range(self.layers)]
+        ours = {f"{prefix}.{name}" for prefix in prefixes for name in NAMES + SCALES} & self.names
+        if unknown := sorted(ours - self.layer_names()):
+            field = "backbone_dtype has no scales"
+            if not any(unknown[0].startswith(f"{self.family.prefix(layer)}.") for layer in self.parser.layers):
+                field = "kept does not name its layer"
+            raise CheckpointError(f"{unknown[0]} is there, but quantization_config.{field}")
 
     def restore(self, out: Path, report: Report = lambda *_: None) -> None:
         """Write the dense reconstruction: a plain checkpoint for any other tool.
@@ -69,8 +76,7 @@ class CompressedFolder(ModelFolder):
                 dense = made.dense(expert)
                 for part, matrix in enumerate((dense.gate_HD, dense.up_HD, dense.down_DH)):
                     writer.add(self.family.expert_tensor(layer, expert, part), matrix)
-        replaced = {f"{self.family.prefix(layer)}.{name}" for layer in self.parser.layers for name in NAMES}
-        copy_weights(self, writer, replaced)
+        copy_weights(self, writer, self.layer_names())
         copy_other_files(self, work)
         writer.finish({key: value for key, value in self.config.items() if key != "quantization_config"})
         work.rename(out)

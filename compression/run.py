@@ -19,10 +19,10 @@ from forebay.compression.backbone import Backbone
 from forebay.compression.budget import Sizes, units_within
 from forebay.compression.cache import BackboneCache, default_folder
 from forebay.compression.calibration import ROWS, LayerStatistics
-from forebay.compression.checkpoint import NAMES, ParserConfig, to_tensors
+from forebay.compression.checkpoint import OFFSETS, ParserConfig, to_tensors
 from forebay.compression.errors import CompressionError, ModelError
 from forebay.compression.experts import Expert
-from forebay.compression.layer import Options, extract, find_backbone, score, select
+from forebay.compression.layer import Options, as_stored, extract, find_backbone, score, select
 from forebay.compression.output import CheckpointWriter, copy_other_files, copy_weights, save_tensors
 from forebay.compression.selection import select_budget
 from forebay.compression.source import ModelFolder, choose_layers
@@ -183,7 +183,7 @@ class _Job:
         experts, total = self.source.read_experts(layer), self.layers[-1] + 1
         found = self._backbone(layer, experts)
         self.report(f"layer {layer}: scoring", layer, total)
-        scores = score(experts, found, rows, self.options, routing_E)
+        scores = score(experts, as_stored(found, self.options), rows, self.options, routing_E)
         scored = ScoredLayer(found, scores, rows if self.options.refit else [])
         if self.units is None:
             self._extract(layer, experts, scored, select(scores, self.options))
@@ -206,7 +206,7 @@ class _Job:
 
     def _extract(self, layer: int, experts: list[Expert], scored: ScoredLayer, kept: list[Tensor]) -> None:
         rows = scored.rows if self.options.refit else None
-        made = extract(experts, scored.backbone, kept, rows, self.options.activation)
+        made = extract(experts, as_stored(scored.backbone, self.options), kept, rows, self.options.activation)
         save_tensors(self.work.shard(layer), to_tensors(self.source.family.prefix(layer), made))
 
     def _adopt(self, writer: CheckpointWriter, layer: int) -> list[int]:
@@ -216,7 +216,7 @@ class _Job:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         writer.adopt(path.name, {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
-        return [int(count) for count in tensors[f"{prefix}.{NAMES[-1]}"].diff()]
+        return [int(count) for count in tensors[f"{prefix}.{OFFSETS}"].diff()]
 
     # ---- beginnings ----
 
@@ -255,7 +255,7 @@ class _Job:
         return self._named[count]
 
     def _config(self, kept: dict[int, list[int]]) -> ParserConfig:
-        sizes = Sizes.of(self.source, self.layers, self.options.min_units)
+        sizes = Sizes.of(self.source, self.layers, self.options)
         texts = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
         made_with = dataclasses.asdict(self.options) | {"calibration_tokens": self.tokens.numel(), "calibration": texts}
         rho = self.options.rho
@@ -265,6 +265,7 @@ class _Job:
         return ParserConfig(
             rho=rho, activation=self.options.activation, experts=sizes.experts, hidden_units=sizes.units,
             hidden_size=int(self.source.config["hidden_size"]), kept=kept, made_with=made_with,
+            backbone_dtype="int8" if self.options.backbone_dtype == "int8" else None,
         )  # fmt: skip
 
 
@@ -276,7 +277,7 @@ def _units(source: ModelFolder, layers: list[int], settings: Settings) -> int | 
         raise CompressionError(
             "--scope expert gives every expert the same share, --memory-budget the best ones; leave one of them out"
         )
-    return units_within(Sizes.of(source, layers, settings.options.min_units), settings.memory_budget)
+    return units_within(Sizes.of(source, layers, settings.options), settings.memory_budget)
 
 
 def _activation(source: ModelFolder) -> str:

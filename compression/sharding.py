@@ -1,7 +1,8 @@
 """Sharing one compressed layer out to ranks that compute in parallel (tensor parallelism).
 
 Every rank gets an equal share of the hidden units: their rows of the backbone's gate and up, their columns of its down,
-and what the experts keep in them. The sum of the ranks' outputs is the layer's output.
+and what the experts keep in them. Scales of an int8 backbone go with its rows; all ranks have those of down. The sum of
+the ranks' outputs is the layer's output.
 
 Shape letters: E experts, H hidden units, R kept units of all experts.
 """
@@ -70,4 +71,7 @@ def shard(weights: ParserWeights, rank: int, ranks: int) -> ParserWeights:
         residual_down_RD=weights.residual_down_RD[mine_R],
         indices_R=slots_R[mine_R].int(),
         offsets_E1=before[weights.offsets_E1.long()].int(),
+        gate_scale_H=None if weights.gate_scale_H is None else weights.gate_scale_H[units],
+        up_scale_H=None if weights.up_scale_H is None else weights.up_scale_H[units],
+        down_scale_D=weights.down_scale_D,
     )

@@ -77,11 +77,15 @@ class ModelFolder:
                 total *= length
         return total
 
-    def bytes(self, name: str) -> int:
-        """Bytes of a tensor."""
+    def width(self, name: str) -> int:
+        """Bytes of an element of a tensor."""
         with safe_open(self.path / self.shard_of[name], "pt") as file:
             kind = file.get_slice(name).get_dtype()
-        return self.size(name) * int("".join(filter(str.isdigit, kind.split("_")[0])) or 8) // 8
+        return int("".join(filter(str.isdigit, kind.split("_")[0])) or 8) // 8
+
+    def bytes(self, name: str) -> int:
+        """Bytes of a tensor."""
+        return self.size(name) * self.width(name)
 
     def expert_names(self, layer: int) -> list[str]:
         """Tensors of the routed experts of a layer, fused or one by one; none for a dense layer."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.compression.checkpoint import NAMES
+from forebay.compression.checkpoint import RESIDUAL
 from forebay.compression.errors import CompressionError
 from forebay.compression.restore import CompressedFolder
 
@@ -54,15 +54,15 @@ def summarize(folder: CompressedFolder) -> list[LayerSummary]:
 def report(folder: CompressedFolder) -> dict[str, Any]:
     """Everything `inspect` tells, as plain data. Sizes are bytes."""
     layers = summarize(folder)
-    names = {f"{folder.family.prefix(layer)}.{name}" for layer in folder.parser.layers for name in NAMES}
     sizes = {name: folder.bytes(name) for name in folder.names}
-    weights = f"{folder.family.prefix(folder.parser.layers[0])}.{NAMES[0]}"
-    width = sizes[weights] // folder.size(weights)
+    width = folder.width(f"{folder.family.prefix(folder.parser.layers[0])}.{RESIDUAL[0]}")
     after = sum(sizes.values())
-    before = after - sum(sizes[name] for name in names) + width * sum(layer.dense_parameters for layer in layers)
+    dense = width * sum(layer.dense_parameters for layer in layers)
+    before = after - sum(sizes[name] for name in folder.layer_names()) + dense
     return {
         "model_type": folder.config["model_type"],
         "rho": folder.parser.rho,
+        "backbone_dtype": folder.parser.backbone_dtype or "model",
         "bytes": after,
         "dense_bytes": before,
         "layers": [asdict(layer) | {"fraction": layer.fraction} for layer in layers],

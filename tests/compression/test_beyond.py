@@ -25,7 +25,7 @@ from forebay.compression.run import compress
 from forebay.compression.source import ModelFolder
 from tests.compression.conftest import MODEL, settings
 
-SIZES = Sizes.of(ModelFolder(MODEL), [0, 1, 2, 3], 4)
+SIZES = Sizes.of(ModelFolder(MODEL), [0, 1, 2, 3], Options())
 BUDGET = SIZES.total(1700)
 """About rho 0.8."""
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from forebay.compression.experts import Expert
+from forebay.compression.int8 import quantize
 from forebay.compression.sharding import EngineError, check_ranks, deal_units, shard
 from forebay.kernels.parser_moe.reference import forward
 from forebay.kernels.parser_moe.weights import ParserWeights
@@ -26,10 +30,20 @@ def layer(kept: list[int], seed: int = 0) -> ParserWeights:
     )  # fmt: skip
 
 
+def in_int8(layer: ParserWeights) -> ParserWeights:
+    stored = quantize(Expert(layer.gate_HD, layer.up_HD, layer.down_DH))
+    gate_scale, up_scale, down_scale = stored.scales
+    return replace(
+        layer, gate_HD=stored.weights.gate_HD, up_HD=stored.weights.up_HD, down_DH=stored.weights.down_DH,
+        gate_scale_H=gate_scale, up_scale_H=up_scale, down_scale_D=down_scale,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kept", [[4, 0, 24, 1, 7, 2], [0] * E, [H] * E])
-def test_ranks_add_up_to_the_layer(kept: list[int], ranks: int) -> None:
-    whole = layer(kept)
+def test_ranks_add_up_to_the_layer(kept: list[int], int8: bool, ranks: int) -> None:
+    whole = in_int8(layer(kept)) if int8 else layer(kept)
     x, weights = torch.randn(T, D, dtype=torch.float64), torch.rand(T, K, dtype=torch.float64)
     experts = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).int()
     parts = [shard(whole, rank, ranks) for rank in range(ranks)]
