@@ -73,6 +73,7 @@ class Assignments:
             process.communicate()
         if self._threads:
             self._threads.shutdown()
+        del self.costs_EHH, self._memory
         os.close(self._file)
 
     def submit(self, expert: int) -> Future[np.ndarray]:
