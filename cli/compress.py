@@ -82,6 +82,10 @@ def run(
             rich_help_panel=BEYOND,
         ),
     ] = "",
+    backbone_dtype: Annotated[
+        str,
+        typer.Option(help="Store backbones in the type of the `model`, or in `int8`.", rich_help_panel=BEYOND),
+    ] = "model",
     refit: Annotated[
         bool, typer.Option("--refit", help="Fit kept down columns to the calibration rows.", rich_help_panel=BEYOND)
     ] = False,
@@ -110,11 +114,18 @@ def run(
         from forebay.compression.restore import CompressedFolder
         from forebay.compression.run import Settings, compress
         from forebay.compression.summary import report
-    choices = {"backbone": ("barycenter", "mean"), "importance": ("output", "wanda"), "scope": ("layer", "expert")}
-    given = {"backbone": backbone, "importance": importance, "scope": scope, "dtype": dtype}
+    choices = {
+        "backbone": ("barycenter", "mean"), "importance": ("output", "wanda"), "scope": ("layer", "expert"),
+        "backbone_dtype": ("model", "int8"),
+    }  # fmt: skip
+    given = {
+        "backbone": backbone, "importance": importance, "scope": scope, "backbone_dtype": backbone_dtype,
+        "dtype": dtype,
+    }  # fmt: skip
     for option, allowed in (choices | {"dtype": ("float32", "bfloat16")}).items():
         if given[option] not in allowed:
-            raise CompressionError(f"--{option} {given[option]!r} is not {' or '.join(allowed)}")
+            name = option.replace("_", "-")
+            raise CompressionError(f"--{name} {given[option]!r} is not {' or '.join(allowed)}")
     if rho is not None and memory_budget:
         raise CompressionError(f"--rho {rho:g} and --memory-budget {memory_budget} both say how much to keep; give one")
     chosen: Any = {name: given[name] for name in choices}
@@ -219,4 +230,5 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
     print_table("", columns, rows)
     before, after = found["dense_bytes"], found["bytes"]
     sizes = f"{format_bytes(before)} -> {format_bytes(after)} ({after / before:.1%})"
-    typer.echo(f"\nwhole model: {sizes}, rho {found['rho']:g}")
+    int8 = ", int8 backbones" if found["backbone_dtype"] == "int8" else ""
+    typer.echo(f"\nwhole model: {sizes}, rho {found['rho']:g}{int8}")
