@@ -41,7 +41,7 @@ def _register_parser() -> None:
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """End `vllm serve` with one line when its compressed checkpoint or its pool cannot be used.
+    """End `vllm serve` with one line when its compressed checkpoint or its pool cannot be used as it asks.
 
     Without this the mistake would surface half a minute later, as three processes' tracebacks.
 
@@ -49,7 +49,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
         SystemExit: with the line.
     """
     if len(arguments) > 2 and arguments[1] == "serve":
-        _check_checkpoint(Path(arguments[2]))
+        _check_checkpoint(Path(arguments[2]), arguments[3:])
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, attached = option.partition("=")
         if name.replace("_", "-") != "--kv-transfer-config":
@@ -62,7 +62,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
             _check_pool(config.get("kv_connector_extra_config") or {})
 
 
-def _check_checkpoint(folder: Path) -> None:
+def _check_checkpoint(folder: Path, options: Sequence[str]) -> None:
     try:
         found = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
     except (OSError, ValueError, AttributeError):
@@ -71,10 +71,13 @@ def _check_checkpoint(folder: Path) -> None:
         return
     from forebay.compression.checkpoint import parse_config
     from forebay.compression.errors import CompressionError
+    from forebay.vllm_ext.parser.engine import EngineSettings
     from forebay.vllm_ext.parser.loading import check_folder
 
     try:
-        check_folder(folder, parse_config(found))
+        parser = parse_config(found)
+        EngineSettings.of_command_line(options).check(parser)
+        check_folder(folder, parser)
     except CompressionError as error:
         raise SystemExit(f"forebay: {error}") from None
 

@@ -23,6 +23,7 @@ from forebay.storage.units import format_bytes
 from forebay.vllm_ext import metrics
 from forebay.vllm_ext.layout import ChunkLayout
 from forebay.vllm_ext.manager import ForebayManager
+from forebay.vllm_ext.plugin import log_like_vllm
 from forebay.vllm_ext.pool_config import read_pool_config
 from forebay.vllm_ext.worker import ForebayWorker
 
@@ -42,6 +43,7 @@ class ForebaySpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        log_like_vllm()
         if config.canonical_layout:
             raise ConfigError(
                 "canonical_layout is not supported by the forebay pool; remove it from kv_connector_extra_config"

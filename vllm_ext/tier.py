@@ -25,6 +25,7 @@ from forebay.storage.plan import LoadPlan, Memory, StorePlan, TransferResult
 from forebay.storage.pool import Lookup, Pool
 from forebay.vllm_ext import metrics
 from forebay.vllm_ext.metadata import ForebayWorkerMetadata
+from forebay.vllm_ext.plugin import log_like_vllm
 from forebay.vllm_ext.pool_config import read_pool_config
 from forebay.vllm_ext.spec import namespace
 
@@ -52,6 +53,7 @@ class ForebayTier(SecondaryTierManager):
         backpressure_detector: BackpressureDetector | None = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        log_like_vllm()
         self.locality = Locality.LOCAL
         parallel = offloading_spec.config.parallel
         config = read_pool_config({"pool": pool}, parallel.data_parallel_index, parallel.data_parallel_size)

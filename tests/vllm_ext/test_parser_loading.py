@@ -120,6 +120,27 @@ def test_serve_starts_with_a_sound_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--enable-expert-parallel"], "--enable-expert-parallel does not work with a compressed checkpoint"),
+        (["-ep"], "--enable-expert-parallel does not work"),
+        (["--enable_lora"], "--enable-lora does not work with a compressed checkpoint: adapters of experts"),
+        (["-dp", "2"], "--data-parallel-size 2 does not work"),
+        (["--load-format=dummy"], "--load-format dummy does not work"),
+        (["--tensor-parallel-size", "7"], "tensor parallel size 7 does not divide the"),
+    ],
+)
+def test_serve_refuses_options_in_one_line(folder: Path, options: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=rf"^forebay: {message}") as ended:
+        check_command_line(["vllm", "serve", str(folder), "--port", "1", *options])
+    assert "\n" not in str(ended.value)
+
+
+def test_serve_leaves_other_options_to_vllm(folder: Path) -> None:
+    check_command_line(["vllm", "serve", str(folder), "-tp", "two", "--data-parallel-size", "--load-format"])
+
+
+@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("residual.up", None, f"{PREFIX}.residual.up is missing"),

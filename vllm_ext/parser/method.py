@@ -13,8 +13,9 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 import forebay.kernels.parser_moe.ops  # noqa: F401  registers torch.ops.forebay.parser_moe
 from forebay.compression.checkpoint import ParserConfig
-from forebay.compression.sharding import EngineError, check_ranks
+from forebay.compression.sharding import EngineError
 from forebay.storage.huge_pages import collapse
+from forebay.vllm_ext.parser.engine import EngineSettings
 from forebay.vllm_ext.parser.loading import PARAMETERS, LayerLoader
 from forebay.vllm_ext.parser.report import LoadReport
 
@@ -22,28 +23,21 @@ ACTIVATION = "silu"
 
 
 def check_engine(parser: ParserConfig) -> None:
-    """Refuse what compressed experts cannot do, before vLLM fails on it in its own words.
+    """Refuse what compressed experts cannot do; `vllm serve` has asked before: see `plugin`.
 
     Raises:
         EngineError: naming the option.
     """
     config = get_current_vllm_config()
     parallel = config.parallel_config
-    shared = "its experts share one backbone"
-    refused = {
-        "--enable-expert-parallel": (parallel.enable_expert_parallel, shared),
-        "--enable-eplb": (parallel.enable_eplb, shared),
-        f"--data-parallel-size {parallel.data_parallel_size}": (parallel.data_parallel_size > 1, shared),
-        "--enable-lora": (config.lora_config is not None, "adapters of experts need dense weights"),
-        "--load-format dummy": (config.load_config.load_format == "dummy", "its weights say which units are kept"),
-    }
-    for option, (given, reason) in refused.items():
-        if given:
-            raise EngineError(
-                f"{option} does not work with a compressed checkpoint: {reason}; leave it out "
-                f"(--tensor-parallel-size works), or serve the dense model that forebay compress restore writes"
-            )
-    check_ranks(parser.hidden_units, parallel.tensor_parallel_size)
+    EngineSettings(
+        tensor_parallel=parallel.tensor_parallel_size,
+        data_parallel=parallel.data_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+        balance_experts=parallel.enable_eplb,
+        adapters=config.lora_config is not None,
+        load_format=str(config.load_config.load_format),
+    ).check(parser)
 
 
 class ParserMoEMethod(FusedMoEMethodBase):
