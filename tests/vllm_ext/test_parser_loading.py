@@ -12,15 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from forebay.compression.checkpoint import NAMES, ParserConfig
+from forebay.compression.checkpoint import NAMES, SCALES, ParserConfig
 from forebay.compression.errors import CheckpointError
 from forebay.vllm_ext.parser.config import ParserQuantConfig
-from forebay.vllm_ext.parser.loading import PARAMETERS, RENAMED, LayerLoader
+from forebay.vllm_ext.parser.loading import RENAMED, LayerLoader, parameter_dtype, parameters
 from forebay.vllm_ext.plugin import check_command_line
 
 PREFIX = "model.layers.3.mlp.experts"
 KEPT = [2, 0, 1]
 CONFIG = ParserConfig(rho=0.75, activation="silu", experts=3, hidden_units=4, hidden_size=6, kept={3: KEPT})
+INT8 = CONFIG.model_copy(update={"backbone_dtype": "int8"})
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -30,8 +31,15 @@ def tensors() -> dict[str, torch.Tensor]:
     return dict(zip(NAMES, values))
 
 
+def int8_tensors() -> dict[str, torch.Tensor]:
+    found = tensors()
+    for name, scale in zip(NAMES, SCALES):
+        found |= {name: found[name].to(torch.int8), scale: torch.full(found[name].shape[:1], 0.5)}
+    return found
+
+
 @pytest.mark.parametrize("parts", [("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3")])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + SCALES)
 def test_names_arrive_at_their_parameter(name: str, parts: tuple[str, str, str]) -> None:
     """As in vLLM's loaders: renamed once, then matched with the weights of expert 0."""
     mapper = ParserQuantConfig.get_checkpoint_weight_mapper()
@@ -42,14 +50,15 @@ def test_names_arrive_at_their_parameter(name: str, parts: tuple[str, str, str])
     mapping = RoutedExperts.build_expert_params_mapping(*parts, num_experts=16)
     (entry,) = [entry for entry in mapping if entry[1] in found]
     parameter = found.replace(entry[1], entry[0]).removeprefix("model.layers.3.mlp.experts.routed_experts.")
-    assert PARAMETERS[parameter] == name
+    assert parameters(INT8)[parameter] == name
+    assert parameters(CONFIG).get(parameter) == (None if name in SCALES else name)
 
 
 def test_other_names_stay() -> None:
     mapper = ParserQuantConfig.get_checkpoint_weight_mapper()
     for name in (f"{PREFIX}.0.gate_proj.weight", "model.layers.3.mlp.gate.weight", "model.residual.gate"):
         assert mapper.map_name(name) == name
-    assert len(RENAMED) == len(set(RENAMED.values())) == len(PARAMETERS) == 8
+    assert len(RENAMED) == len(set(RENAMED.values())) == len(parameters(INT8)) == 11
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -60,6 +69,28 @@ def test_any_order_will_do(seed: int) -> None:
     weights = loader.finish(0, 1)
     assert weights.residual_down_RD is given["residual.down"]
     assert not loader.found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scales_of_an_int8_backbone_belong_to_the_layer(seed: int) -> None:
+    loader, given = LayerLoader(PREFIX, 3, INT8), int8_tensors()
+    names = random.Random(seed).sample(INT8.names, 11)
+    assert [loader.add(name, given[name]) for name in names] == [False] * 10 + [True]
+    weights = loader.finish(0, 1)
+    assert [scale is given[name] for scale, name in zip(weights.scales, SCALES)] == [True] * 3
+    dtypes = [parameter_dtype(name, INT8, torch.bfloat16) for name in INT8.names]
+    assert dtypes == [torch.int8] * 3 + [torch.bfloat16] * 3 + [torch.int32] * 2 + [torch.float32] * 3
+    assert parameter_dtype(NAMES[0], CONFIG, torch.bfloat16) is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_missing_scale_is_named(name: str) -> None:
+    loader = LayerLoader(PREFIX, 3, INT8)
+    for other, tensor in int8_tensors().items():
+        if other != name:
+            loader.add(other, tensor)
+    with pytest.raises(CheckpointError, match=rf"^{PREFIX}.{name} is missing; "):
+        loader.finish(0, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)

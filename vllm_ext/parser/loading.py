@@ -9,32 +9,59 @@ So that is what the compressed tensors are called on their way: `experts.residua
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from forebay.compression.checkpoint import INDICES, NAMES, OFFSETS, ParserConfig, check_indices, check_layer
+from forebay.compression.checkpoint import (
+    BACKBONE,
+    INDICES,
+    NAMES,
+    OFFSETS,
+    SCALES,
+    ParserConfig,
+    check_indices,
+    check_layer,
+)
 from forebay.compression.errors import CheckpointError
 from forebay.compression.sharding import shard
 from forebay.kernels.parser_moe.weights import ParserWeights
 
-_DOWN = ("backbone.down_proj.weight", "residual.down", "residual.indices", "residual.offsets")
+_DOWN = (BACKBONE[2], "residual.down", INDICES, OFFSETS, SCALES[2])
 
 
 def _short(name: str) -> str:
-    """`backbone.gate_proj.weight` -> `backbone_gate`."""
-    return name.removesuffix("_proj.weight").replace(".", "_")
+    """`backbone.gate_proj.weight` -> `backbone_gate`, its scales -> `backbone_gate_scale`.
+
+    Names that end in `weight_scale` are passed over by some models of vLLM.
+    """
+    return name.replace("_proj.weight", "").replace(".", "_")
 
 
 def _part(name: str) -> str:
     return "down_proj" if name in _DOWN else "gate_proj" if "gate" in name else "up_proj"
 
 
-RENAMED = {re.compile(rf"\.experts\.{re.escape(name)}$"): f".experts.0.{_part(name)}.{_short(name)}" for name in NAMES}
+RENAMED = {
+    re.compile(rf"\.experts\.{re.escape(name)}$"): f".experts.0.{_part(name)}.{_short(name)}" for name in NAMES + SCALES
+}
 """Names in the checkpoint -> names on their way through a model's `load_weights`."""
 
-PARAMETERS = {f"{'w2' if name in _DOWN else 'w13'}_{_short(name)}": name for name in NAMES}
-"""Parameters of the layer -> names in the checkpoint, in the order in which kernels take them."""
+
+def parameters(parser: ParserConfig) -> dict[str, str]:
+    """Parameters of the layer -> names in the checkpoint, in the order in which kernels take them."""
+    return {f"{'w2' if name in _DOWN else 'w13'}_{_short(name)}": name for name in parser.names}
+
+
+def parameter_dtype(name: str, parser: ParserConfig, params_dtype: torch.dtype) -> torch.dtype:
+    """Type of the parameter for a name in the checkpoint."""
+    if name in (INDICES, OFFSETS):
+        return torch.int32
+    if name in SCALES:
+        return torch.float32
+    return torch.int8 if name in BACKBONE and parser.backbone_dtype == "int8" else params_dtype
 
 
 def check_folder(folder: Path, parser: ParserConfig) -> None:
@@ -49,14 +76,14 @@ def check_folder(folder: Path, parser: ParserConfig) -> None:
     model = ModelFolder(folder)
     for layer in parser.layers:
         prefix = model.family.prefix(layer)
-        _refuse_missing(prefix, model.names)
+        _refuse_missing(prefix, parser.names, model.names)
         indices, offsets = model.get(f"{prefix}.{INDICES}"), model.get(f"{prefix}.{OFFSETS}")
         check_indices(prefix, parser.kept[layer], parser.hidden_units, indices, offsets)
 
 
-def _refuse_missing(prefix: str, names: set[str]) -> None:
-    for name in NAMES:
-        if f"{prefix}.{name}" not in names:
+def _refuse_missing(prefix: str, wanted: Iterable[str], found: set[str]) -> None:
+    for name in wanted:
+        if f"{prefix}.{name}" not in found:
             raise CheckpointError(
                 f"{prefix}.{name} is missing; the checkpoint is damaged, copy it again or compress the model again"
             )
@@ -84,7 +111,7 @@ class LayerLoader:
         if full in self.found:
             raise CheckpointError(f"{full} is in two files of the checkpoint; remove the one that does not belong")
         self.found[full] = tensor
-        return len(self.found) == len(NAMES)
+        return len(self.found) == len(self.parser.names)
 
     def finish(self, rank: int, ranks: int) -> ParserWeights:
         """Check the layer and take this rank's part of it; what was collected is let go.
@@ -92,7 +119,7 @@ class LayerLoader:
         Raises:
             CheckpointError: naming the first tensor that is missing or wrong.
         """
-        _refuse_missing(self.prefix, set(self.found))
+        _refuse_missing(self.prefix, self.parser.names, set(self.found))
         found, self.found = self.found, {}
         check_layer(self.prefix, self.layer, self.parser, found.__getitem__, set(found))
-        return shard(ParserWeights(*(found[f"{self.prefix}.{name}"] for name in NAMES)), rank, ranks)
+        return shard(ParserWeights(*(found[f"{self.prefix}.{name}"] for name in self.parser.names)), rank, ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from forebay.compression.checkpoint import ParserConfig
 from forebay.compression.sharding import EngineError
 from forebay.storage.huge_pages import collapse
 from forebay.vllm_ext.parser.engine import EngineSettings
-from forebay.vllm_ext.parser.loading import PARAMETERS, LayerLoader
+from forebay.vllm_ext.parser.loading import LayerLoader, parameter_dtype, parameters
 from forebay.vllm_ext.parser.report import LoadReport
 
 ACTIVATION = "silu"
@@ -50,6 +51,7 @@ class ParserMoEMethod(FusedMoEMethodBase):
     def __init__(self, layer: Any, parser: ParserConfig, number: int, report: LoadReport) -> None:
         super().__init__(layer.moe_config)
         self.parser = parser
+        self.parameters = parameters(parser)
         self.number = number
         self.report = report
         self.loader = LayerLoader(layer.layer_name, number, parser)
@@ -70,21 +72,22 @@ class ParserMoEMethod(FusedMoEMethodBase):
 
     def create_weights(self, layer: Any, *sizes: Any, params_dtype: torch.dtype, **options: Any) -> None:
         """Register one parameter for each tensor, empty until all of them are there."""
-        for parameter in PARAMETERS:
-            dtype = torch.int32 if parameter.endswith(("indices", "offsets")) else params_dtype
+        for parameter, name in self.parameters.items():
+            dtype = parameter_dtype(name, self.parser, params_dtype)
             empty = Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
             empty.weight_loader = partial(self._load, layer, parameter)
             layer.register_parameter(parameter, empty)
 
     def _load(self, layer: Any, name: str, param: Parameter, loaded_weight: Tensor, *_: Any, **__: Any) -> bool:
-        if self.loader.add(PARAMETERS[name], loaded_weight):
+        if self.loader.add(self.parameters[name], loaded_weight):
             self._finish(layer)
         return True
 
     def _finish(self, layer: Any) -> None:
         weights = self.loader.finish(self.moe.tp_rank, self.moe.tp_size)
-        for parameter, field in zip(PARAMETERS, weights.__dataclass_fields__, strict=True):
-            target, value = getattr(layer, parameter), getattr(weights, field)
+        values = [getattr(weights, field.name) for field in fields(weights)]
+        for parameter, value in zip(self.parameters, values, strict=False):
+            target = getattr(layer, parameter)
             # A copy, or on a CPU the parameter could be the mapped file.
             target.data = torch.empty(value.shape, dtype=target.dtype, device=target.device).copy_(value)
         self.complete = True
@@ -97,12 +100,15 @@ class ParserMoEMethod(FusedMoEMethodBase):
         """
         if not self.complete:
             self._finish(layer)
-        weights = [getattr(layer, parameter) for parameter in PARAMETERS]
+        weights = [getattr(layer, parameter) for parameter in self.parameters]
         kernel = "Triton" if weights[0].is_cuda else "CPU kernel"
         if not weights[0].is_cuda:
             for weight in weights:
                 collapse(weight.data_ptr(), weight.nbytes)
-        dense = 3 * self.parser.experts * weights[0].nbytes
+        backbone, residual = weights[0], weights[3]
+        if backbone.dtype is torch.int8:
+            kernel += ", int8 backbone"
+        dense = 3 * self.parser.experts * backbone.numel() * residual.element_size()
         self.report.add(sum(weight.nbytes for weight in weights), dense, kernel)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
@@ -118,5 +124,5 @@ class ParserMoEMethod(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """What this rank adds to the routed experts' output, (T, D); vLLM sums over the ranks."""
-        weights = [getattr(layer, parameter) for parameter in PARAMETERS]
-        return torch.ops.forebay.parser_moe(x, topk_weights, topk_ids, *weights, ACTIVATION)
+        weights = [getattr(layer, parameter) for parameter in self.parameters]
+        return torch.ops.forebay.parser_moe(x, topk_weights, topk_ids, *weights[:8], ACTIVATION, *weights[8:])
