@@ -38,6 +38,13 @@ Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to m
 PAPER = "Settings of the method"
 BEYOND = "Beyond the paper"
 CALIBRATION = "Calibration"
+CHOICES = {
+    "backbone": ("barycenter", "mean"),
+    "importance": ("output", "wanda"),
+    "scope": ("layer", "expert"),
+    "backbone_dtype": ("model", "int8"),
+    "dtype": ("float32", "bfloat16"),
+}
 
 
 @app.command()
@@ -108,30 +115,23 @@ def run(
 
     The result is a normal model folder: `vllm serve DIR` serves it.
     """
+    given = {
+        "backbone": backbone, "importance": importance, "scope": scope, "backbone_dtype": backbone_dtype,
+    }  # fmt: skip
+    _check_choices(given | {"dtype": dtype})
+    if rho is not None and memory_budget:
+        raise CompressionError(f"--rho {rho:g} and --memory-budget {memory_budget} both say how much to keep; give one")
+    budget = _size(memory_budget)
     with _moe_extra():
         from forebay.compression.budget import estimate
         from forebay.compression.layer import Options
         from forebay.compression.restore import CompressedFolder
         from forebay.compression.run import Settings, compress
         from forebay.compression.summary import report
-    choices = {
-        "backbone": ("barycenter", "mean"), "importance": ("output", "wanda"), "scope": ("layer", "expert"),
-        "backbone_dtype": ("model", "int8"),
-    }  # fmt: skip
-    given = {
-        "backbone": backbone, "importance": importance, "scope": scope, "backbone_dtype": backbone_dtype,
-        "dtype": dtype,
-    }  # fmt: skip
-    for option, allowed in (choices | {"dtype": ("float32", "bfloat16")}).items():
-        if given[option] not in allowed:
-            name = option.replace("_", "-")
-            raise CompressionError(f"--{name} {given[option]!r} is not {' or '.join(allowed)}")
-    if rho is not None and memory_budget:
-        raise CompressionError(f"--rho {rho:g} and --memory-budget {memory_budget} both say how much to keep; give one")
-    chosen: Any = {name: given[name] for name in choices}
+    chosen: Any = given
     settings = Settings(
         text=text, layers=layers, sequences=sequences, length=length, rows=rows, batch=batch, seed=seed, device=device,
-        dtype=dtype, allow_unseen=allow_unseen, memory_budget=_size(memory_budget),
+        dtype=dtype, allow_unseen=allow_unseen, memory_budget=budget,
         options=Options(
             rho=0.9 if rho is None else rho, routing_weight=routing_weight, min_units=min_units, refit=refit, **chosen
         ),
@@ -186,6 +186,13 @@ def restore(folder: Compressed, out: Out, as_json: Json = False) -> None:
         print_json({"ok": True, "out": str(out)})
     else:
         typer.echo(f"{out}: the dense reconstruction of {folder}")
+
+
+def _check_choices(given: dict[str, str]) -> None:
+    for option, value in given.items():
+        if value not in CHOICES[option]:
+            name = option.replace("_", "-")
+            raise CompressionError(f"--{name} {value!r} is not {' or '.join(CHOICES[option])}")
 
 
 def _size(text: str) -> int | None:

@@ -40,7 +40,8 @@ def forebay(tmp_path: Path) -> Callable[..., Outcome]:
             input=stdin,
             capture_output=True,
             text=True,
-            env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
+            env=os.environ
+            | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "XDG_CACHE_HOME": str(tmp_path / ".cache")},
         )
         assert "Traceback" not in done.stderr, done.stderr
         return Outcome(done.returncode, done.stdout, done.stderr)

@@ -32,6 +32,15 @@ def test_from_model_to_model(forebay: Callable[..., Any], tmp_path: Path) -> Non
     assert again.err == "error: small exists already; give another folder with --out, or remove it\n"
 
 
+def test_a_budget(forebay: Callable[..., Any]) -> None:
+    told = forebay("compress", MODEL, "--out", "small", *FAST, "--memory-budget", "13MiB", "--dry-run")
+    assert told.code == 0
+    assert "-> 13.0 MiB" in told.out
+    short = forebay("compress", MODEL, "--out", "small", *FAST, "--memory-budget", "3MiB", "--dry-run")
+    assert short.code == 1
+    assert short.err.startswith("error: --memory-budget 3.00 MiB is below the 1")
+
+
 def test_dry_run_writes_nothing(forebay: Callable[..., Any], tmp_path: Path) -> None:
     before = set(tmp_path.iterdir())
     told = forebay("compress", "run", MODEL, "--out", "small", *FAST, "--dry-run", "--json")
@@ -44,6 +53,15 @@ def test_dry_run_writes_nothing(forebay: Callable[..., Any], tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (("--backbone", "median"), "--backbone 'median' is not barycenter or mean"),
+        (("--backbone-dtype", "fp4"), "--backbone-dtype 'fp4' is not model or int8"),
+        (
+            ("--rho", "0.5", "--memory-budget", "1GiB"),
+            "--rho 0.5 and --memory-budget 1GiB both say how much to keep; give one",
+        ),
+        (
+            ("--memory-budget", "much"),
+            "--memory-budget: 'much' is not a size; write for example 512KiB, 4GiB or 100GB",
+        ),
         (("--layers", "9"), "--layers 9: layer 9 has no routed experts; those that have: 0-3"),
         (("--text", "absent"), "calibration text absent does not exist; give a file or a folder with --text"),
     ],
