@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -59,14 +59,17 @@ def tiny_model(model_type: str, folder: Path) -> Path:
     return folder
 
 
-def compress(source: Path, folder: Path, layers: list[int], rho: float = 0.9) -> tuple[Path, Path]:
+def compress(
+    source: Path, folder: Path, layers: list[int], rho: float = 0.9, backbone_dtype: Literal["model", "int8"] = "model"
+) -> tuple[Path, Path]:
     """`folder/compressed` and `folder/dense`, both in float32, from random calibration rows."""
     weights = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
     config = json.loads((source / "config.json").read_text())
     config = {**config, "dtype": "float32", "torch_dtype": "float32"}
     family = find_family(config["model_type"])
     compressed, dense = dict(weights), dict(weights)
-    made = {layer: compress_one(weights, config, layer, rho) for layer in layers}
+    options = Options(rho=rho, max_rounds=2, backbone_dtype=backbone_dtype)
+    made = {layer: compress_one(weights, config, layer, options) for layer in layers}
     for layer, result in made.items():
         for expert in range(len(result.kept)):
             whole = result.dense(expert)
@@ -79,7 +82,7 @@ def compress(source: Path, folder: Path, layers: list[int], rho: float = 0.9) ->
     return write(source, folder / "compressed", compressed, described), write(source, folder / "dense", dense, config)
 
 
-def compress_one(weights: dict[str, Tensor], config: dict[str, Any], layer: int, rho: float) -> CompressedLayer:
+def compress_one(weights: dict[str, Tensor], config: dict[str, Any], layer: int, options: Options) -> CompressedLayer:
     family = find_family(config["model_type"])
     experts = [
         Expert(*(weights[family.expert_tensor(layer, expert, part)] for part in range(3)))
@@ -87,7 +90,7 @@ def compress_one(weights: dict[str, Tensor], config: dict[str, Any], layer: int,
     ]
     random = torch.Generator().manual_seed(layer)
     rows = [torch.randn(ROWS, config["hidden_size"], generator=random) for _ in experts]
-    return compress_layer(experts, rows, Options(rho=rho, max_rounds=2))
+    return compress_layer(experts, rows, options)
 
 
 def describe(made: dict[int, CompressedLayer], rho: float) -> ParserConfig:
@@ -95,7 +98,10 @@ def describe(made: dict[int, CompressedLayer], rho: float) -> ParserConfig:
     units, size = first.backbone.gate_HD.shape
     kept = {layer: [len(units) for units in result.kept] for layer, result in made.items()}
     experts = len(first.kept)
-    return ParserConfig(rho=rho, activation="silu", experts=experts, hidden_units=units, hidden_size=size, kept=kept)
+    return ParserConfig(
+        rho=rho, activation="silu", experts=experts, hidden_units=units, hidden_size=size, kept=kept,
+        backbone_dtype="int8" if first.int8 else None,
+    )  # fmt: skip
 
 
 def write(source: Path, folder: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> Path:

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.engine
 
 RHO = 0.9
 LAYER = "model.layers.2.mlp.experts"
+INT8_FAMILY = "qwen2_moe"
+"""Of which there is one with a backbone in int8 as well."""
 run: Callable[..., Any] = partial(run_isolated, module="parser_scripts")
 
 
@@ -54,7 +56,8 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         compress(tiny_model(family, made / "source" / family), made / family, [1], 0.8)
-    return {family: str(made / family) for family in FAMILIES}
+    compress(made / "source" / INT8_FAMILY, made / "int8", [1], 0.8, "int8")
+    return {family: str(made / family) for family in (*FAMILIES, "int8")}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def test_refuses_in_one_line(found: dict[str, Any], case: str, error: str) -> No
     assert "\n" not in found["refused"][case]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "int8"])
 def test_every_family_loads(found: dict[str, Any], family: str) -> None:
     assert found["families"][family] <= 1e-5
 
