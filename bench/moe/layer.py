@@ -6,14 +6,15 @@ are in bfloat16, which vLLM serves such a checkpoint in; the full form times flo
 
 The ratios are of one layer that runs again and again, and of a compressed one much stays in a large cache meanwhile. A
 model runs one layer after the other and finds little there: what `COPIES` layers in turn take is in the details. Both
-lie on huge pages, where our vLLM method moves them too.
+lie on huge pages, where our vLLM method moves them too. For few tokens the same layers with their backbones in int8 are
+timed beside them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from forebay.bench.rounds import Series, interleave
 from forebay.bench.suite import Context, Measurement, medians
+from forebay.compression.experts import Expert
+from forebay.compression.int8 import quantize
 from forebay.kernels.parser_moe import cpu
 from forebay.kernels.parser_moe.reference import expert
 from forebay.kernels.parser_moe.weights import ParserWeights
@@ -47,6 +50,8 @@ COPIES = 6
 RATIOS = {"decode1_vs_dense": 1, "decode8_vs_dense": 8, "prefill512_vs_dense": 512}
 CALLS = {1: 96, 8: 12, 512: 1}
 """Layers run per round, by tokens."""
+INT8_TOKENS = 8
+"""Up to so many, a backbone in int8 is timed as well: it is less to read, not less to compute."""
 ROUTINGS = 64
 SERVED = torch.bfloat16
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
@@ -58,6 +63,8 @@ class Layers:
 
     compressed: list[ParserWeights]
     """One, and copies of it."""
+    int8: list[ParserWeights]
+    """The same with backbones in int8."""
     w13_EID: Tensor
     """Gate and up of all experts (I = 2 H), packed by vLLM."""
     w2_EDH: Tensor
@@ -104,7 +111,8 @@ def build(dtype: torch.dtype) -> Layers:
         gate_HD, up_HD, down_DH = expert(compressed, e, dtype)
         pack(torch.cat([gate_HD, up_HD])[None], w13_EID[e : e + 1], instruction_set)
         pack(down_DH[None], w2_EDH[e : e + 1], instruction_set)
-    return Layers([_copy(compressed) for _ in range(COPIES)], w13_EID, w2_EDH, instruction_set)
+    copies = [_copy(compressed) for _ in range(COPIES)]
+    return Layers(copies, [_in_int8(weights) for weights in copies], w13_EID, w2_EDH, instruction_set)
 
 
 def _compressed(dtype: torch.dtype) -> ParserWeights:
@@ -148,6 +156,23 @@ def _copy(weights: ParserWeights) -> ParserWeights:
     return ParserWeights(**copies)
 
 
+def _in_int8(weights: ParserWeights) -> ParserWeights:
+    """A layer that shares its residuals with another one."""
+    stored = quantize(Expert(weights.gate_HD, weights.up_HD, weights.down_DH))
+    gate_scale_H, up_scale_H, down_scale_D = stored.scales
+    for tensor in (stored.weights.gate_HD, stored.weights.up_HD, stored.weights.down_DH):
+        collapse(tensor.data_ptr(), tensor.nbytes)
+    return replace(
+        weights,
+        gate_HD=stored.weights.gate_HD,
+        up_HD=stored.weights.up_HD,
+        down_DH=stored.weights.down_DH,
+        gate_scale_H=gate_scale_H,
+        up_scale_H=up_scale_H,
+        down_scale_D=down_scale_D,
+    )
+
+
 def _vllm(dtype: torch.dtype) -> tuple[str, Callable[[Tensor, Tensor, str], None]]:
     """The best of vLLM's kernels here, and what packs weights for them."""
     try:
@@ -165,12 +190,13 @@ def _compare(layers: Layers, dtype: torch.dtype, tokens: int, rounds: int) -> tu
     random = torch.Generator().manual_seed(tokens)
     batches = [route(tokens, SIZES, dtype, random) for _ in range(ROUTINGS)]
     dense, ours = partial(_dense, layers), [partial(_ours, weights) for weights in layers.compressed]
+    runs = {"vLLM, dense": [dense], "forebay": ours[:1], "forebay, layers in turn": ours}
     _check(dense, ours[0], batches[0], dtype)
-    arms = {
-        "vLLM, dense": _timed(cycle([dense]), cycle(batches), CALLS[tokens]),
-        "forebay": _timed(cycle(ours[:1]), cycle(batches), CALLS[tokens]),
-        "forebay, layers in turn": _timed(cycle(ours), cycle(batches), CALLS[tokens]),
-    }
+    if tokens <= INT8_TOKENS and dtype is SERVED:
+        int8 = [partial(_ours, weights) for weights in layers.int8]
+        runs["int8 backbones, layers in turn"] = int8
+        _check(dense, int8[0], batches[0], dtype)
+    arms = {name: _timed(cycle(found), cycle(batches), CALLS[tokens]) for name, found in runs.items()}
     series = {name: Series.of(values, "s") for name, values in interleave(arms, rounds).items()}
     details = {
         "seconds": medians(series),

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from forebay.bench.suite import Context, Measurement
 from forebay.compression.backbone import Backbone
+from forebay.compression.budget import Sizes, units_within
 from forebay.compression.calibration import LayerStatistics
-from forebay.compression.layer import Options, extract, find_backbone, score, select
-from forebay.compression.selection import select_budget
+from forebay.compression.layer import Options, as_stored, extract, find_backbone, score, select
+from forebay.compression.selection import select_budget, target
 from forebay.compression.source import ModelFolder
 from forebay.compression.streaming import LayerwiseModel
 from forebay.storage.errors import ForebayError
@@ -42,7 +43,12 @@ BEYOND: dict[str, dict[str, Any]] = {
     "memory budget": {"budget": True},
     "refit": {"refit": True},
     "memory budget and refit": {"budget": True, "refit": True},
+    "int8 backbone, equal bytes": {"backbone_dtype": "int8", "equal_bytes": True},
 }
+LONG = {"int8 backbone, same units": {"backbone_dtype": "int8"}}
+"""In the long form only."""
+OURS = {"budget", "equal_bytes"}
+"""Which of these are no options of a layer."""
 LENGTH = 256
 CALIBRATION, EVALUATION, QUICK_EVALUATION = 64, 160, 24
 """Sequences of `LENGTH` tokens."""
@@ -68,13 +74,15 @@ def measure(context: Context) -> Measurement:
     inputs = _calibrate(ModelFolder(MODEL), sequences[:CALIBRATION])
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     dense = _perplexity(model, sequences[CALIBRATION:])
-    gaps: dict[str, dict[float, float]] = {name: {} for name in (*ABLATIONS, *BEYOND)}
+    gaps: dict[str, dict[float, float]] = {name: {} for name in (*ABLATIONS, *BEYOND, *LONG)}
     scored: Scored = {}
     for rho in RHOS:
-        beyond = {} if context.quick and rho != QUICK_RHO else BEYOND
+        beyond = BEYOND | LONG if not context.quick else BEYOND if rho == QUICK_RHO else {}
         for name, changes in (ABLATIONS | beyond).items():
             context.say(f"rho {rho:g}: {name}")
-            options = replace(Options(rho=rho), **{key: value for key, value in changes.items() if key != "budget"})
+            options = replace(Options(rho=rho), **{key: value for key, value in changes.items() if key not in OURS})
+            if "equal_bytes" in changes:
+                options = replace(options, rho=_equal_bytes(rho))
             _compress(model, inputs, options, scored, budget="budget" in changes)
             gaps[name][rho] = _perplexity(model, sequences[CALIBRATION:]) - dense
 
@@ -82,7 +90,7 @@ def measure(context: Context) -> Measurement:
         return statistics.median(gap / gaps["PARSER"][rho] for rho, gap in gaps[name].items())
 
     details = {"model": MODEL.name, "dense_perplexity": dense, "gaps": gaps, "sequences": wanted}
-    details["gap_beyond_the_paper"] = {name: over_ours(name) for name in BEYOND}
+    details["gap_beyond_the_paper"] = {name: over_ours(name) for name in gaps if name not in ABLATIONS and gaps[name]}
     return Measurement({f"ppl_gap_vs_{name}": over_ours(name) for name in ABLATIONS if name != "PARSER"}, details)
 
 
@@ -119,8 +127,8 @@ def _calibrate(folder: ModelFolder, sequences: Tensor) -> Inputs:
     return found
 
 
-Scored = dict[tuple[str, str, int], tuple[Backbone, list[Tensor]]]
-"""Backbone and scores by kind of backbone, kind of score, and layer: neither depends on rho."""
+Scored = dict[tuple[str, str, str, int], tuple[Backbone, list[Tensor]]]
+"""Backbone and scores by kind and type of backbone, kind of score, and layer: neither depends on rho."""
 
 
 def _compress(model: Any, inputs: Inputs, options: Options, scored: Scored, *, budget: bool) -> None:
@@ -135,9 +143,9 @@ def _compress(model: Any, inputs: Inputs, options: Options, scored: Scored, *, b
     """
     found = []
     for layer, experts, rows in inputs:
-        key = (options.backbone, options.importance, layer)
+        key = (options.backbone, options.backbone_dtype, options.importance, layer)
         if key not in scored:
-            backbone = find_backbone(experts, options)
+            backbone = as_stored(find_backbone(experts, options), options)
             scored[key] = backbone, score(experts, backbone, rows, options)
         found.append(scored[key])
     kept = [select(scores, options) for _, scores in found]
@@ -151,6 +159,14 @@ def _compress(model: Any, inputs: Inputs, options: Options, scored: Scored, *, b
             dense = made.dense(number)
             home.gate_up_proj.data[number] = torch.cat([dense.gate_HD, dense.up_HD])
             home.down_proj.data[number] = dense.down_DH
+
+
+def _equal_bytes(rho: float) -> float:
+    """The rho at which the model with int8 backbones weighs what it weighs at `rho` with backbones of its own type."""
+    folder = ModelFolder(MODEL)
+    plain, int8 = (Sizes.of(folder, folder.moe_layers(), Options(backbone_dtype=dtype)) for dtype in ("model", "int8"))
+    units = plain.layers * plain.experts * plain.units
+    return 1 - units_within(int8, plain.total(target(rho, units))) / units
 
 
 def _perplexity(model: Any, sequences: Tensor) -> float:
