@@ -32,6 +32,17 @@ def test_from_model_to_model(forebay: Callable[..., Any], tmp_path: Path) -> Non
     assert again.err == "error: small exists already; give another folder with --out, or remove it\n"
 
 
+def test_int8_backbones(forebay: Callable[..., Any]) -> None:
+    plain = forebay("compress", MODEL, "--out", "small", *FAST, "--dry-run", "--json")
+    made = forebay("compress", MODEL, "--out", "small", *FAST, "--backbone-dtype", "int8")
+    assert made.code == 0, made.err
+    assert made.out.endswith("rho 0.9, int8 backbones\n")
+    seen = forebay("compress", "inspect", "small", "--json")
+    assert seen.data["backbone_dtype"] == "int8"
+    assert plain.data["bytes"] - seen.data["bytes"] == 3 * 128 * 256 - 4 * (2 * 128 + 256)
+    assert "all sound" in forebay("compress", "verify", "small").out
+
+
 def test_a_budget(forebay: Callable[..., Any]) -> None:
     told = forebay("compress", MODEL, "--out", "small", *FAST, "--memory-budget", "13MiB", "--dry-run")
     assert told.code == 0
@@ -53,6 +64,7 @@ def test_dry_run_writes_nothing(forebay: Callable[..., Any], tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (("--backbone", "median"), "--backbone 'median' is not barycenter or mean"),
+        (("--backbone-dtype", "fp8"), "--backbone-dtype 'fp8' is not model or int8"),
         (("--backbone-dtype", "fp4"), "--backbone-dtype 'fp4' is not model or int8"),
         (
             ("--rho", "0.5", "--memory-budget", "1GiB"),
