@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forebay.bench.moe.gpu_clock import capture, load, moved, waits
-from forebay.bench.moe.layer import Routed, Sizes, random_weights, route
+from forebay.bench.moe.layer import Routed, Sizes, in_int8, random_weights, route
 from forebay.kernels.parser_moe import reference
 from forebay.kernels.parser_moe.weights import ParserWeights
 
@@ -37,11 +37,14 @@ class Case:
     activation: str = "silu"
     tuned: bool = False
     """Whether block sizes are chosen as they are for a user; otherwise the default ones run."""
+    int8: bool = False
+    """Whether the backbone is."""
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         tuned = ", block sizes chosen" if self.tuned else ""
-        return f"T {self.tokens}, K {self.top_k}, {kind}, {self.activation}{tuned}"
+        int8 = ", int8 backbone" if self.int8 else ""
+        return f"T {self.tokens}, K {self.top_k}, {kind}, {self.activation}{tuned}{int8}"
 
 
 def cases(dtypes: tuple[torch.dtype, ...]) -> tuple[Case, ...]:
@@ -52,6 +55,7 @@ def cases(dtypes: tuple[torch.dtype, ...]) -> tuple[Case, ...]:
         Case(8, 4, dtypes[0], "gelu"),
         Case(8, 4, dtypes[0], "gelu_tanh"),
         Case(8, 4, dtypes[0], tuned=True),
+        *(Case(tokens, 4, dtypes[0], int8=True) for tokens in (1, 64, 512)),
     )
 
 
@@ -60,7 +64,8 @@ def check(case: Case, device: torch.device, forward: Forward) -> dict[str, Any]:
     random = torch.Generator().manual_seed(case.tokens)
     sizes = Sizes(EXPERTS, case.top_k, HIDDEN, MODEL)
     kept_E = torch.tensor([(0, 1, HIDDEN, 5)[e % 4] for e in range(EXPERTS)])
-    weights = moved(random_weights(sizes, kept_E, case.dtype, random), device)
+    plain = random_weights(sizes, kept_E, case.dtype, random)
+    weights = moved(in_int8(plain) if case.int8 else plain, device)
     batch, other = (moved(_with_strangers(route(case.tokens, sizes, case.dtype, random)), device) for _ in range(2))
 
     def call() -> Tensor:

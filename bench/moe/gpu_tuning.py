@@ -90,7 +90,7 @@ def suggest(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        by_block = row["kernel"].endswith("_many")
+        by_block = not row["kernel"].endswith("_few")
         groups.setdefault(f"{row['kernel']}, {row['bucket']}" if by_block else row["kernel"], []).append(row)
     return [{"list": name, **_first(group)} for name, group in groups.items()]
 

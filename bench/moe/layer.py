@@ -112,7 +112,7 @@ def build(dtype: torch.dtype) -> Layers:
         pack(torch.cat([gate_HD, up_HD])[None], w13_EID[e : e + 1], instruction_set)
         pack(down_DH[None], w2_EDH[e : e + 1], instruction_set)
     copies = [_copy(compressed) for _ in range(COPIES)]
-    return Layers(copies, [_in_int8(weights) for weights in copies], w13_EID, w2_EDH, instruction_set)
+    return Layers(copies, [in_int8(weights) for weights in copies], w13_EID, w2_EDH, instruction_set)
 
 
 def _compressed(dtype: torch.dtype) -> ParserWeights:
@@ -156,8 +156,8 @@ def _copy(weights: ParserWeights) -> ParserWeights:
     return ParserWeights(**copies)
 
 
-def _in_int8(weights: ParserWeights) -> ParserWeights:
-    """A layer that shares its residuals with another one."""
+def in_int8(weights: ParserWeights) -> ParserWeights:
+    """The same layer with its backbone in int8; residuals are shared."""
     stored = quantize(Expert(weights.gate_HD, weights.up_HD, weights.down_DH))
     gate_scale_H, up_scale_H, down_scale_D = stored.scales
     for tensor in (stored.weights.gate_HD, stored.weights.up_HD, stored.weights.down_DH):

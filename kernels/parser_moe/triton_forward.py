@@ -150,7 +150,7 @@ def backbone_output(call: Call, mixed_TH: Tensor, residual_TD: Tensor) -> Tensor
 def choose_backbone(call: Call, kernel: str, launch: Callable[[Blocks], None]) -> Blocks:
     """The fastest configuration of a kernel of `triton_backbone`."""
     dtype, block_t = call.x_TD.dtype, call.backbone_t
-    key = (kernel, block_t, call.H, call.D, dtype, call.x_TD.device)
+    key = (kernel, -block_t, call.E, call.K, call.H, call.D, dtype, call.x_TD.device)
     return tuning.choose(key, tuning.many(tuning.BACKBONE_INT8, block_t, dtype), launch)
 
 

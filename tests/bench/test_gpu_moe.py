@@ -194,10 +194,15 @@ def test_the_checks_cover_what_is_promised():
     assert {case.tokens for case in every} >= {1, 8, 64, 512}
     assert {case.dtype for case in every} == {torch.bfloat16, torch.float16, torch.float32}
     assert {case.activation for case in every} == set(reference.ACTIVATIONS)
+    assert {case.tokens for case in every if case.int8} == {1, 64, 512}
     assert len({str(case) for case in every}) == len(every)
 
 
-@pytest.mark.parametrize("case", [Case(8, 4, torch.bfloat16), Case(64, 8, torch.float32, "gelu_tanh")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(8, 4, torch.bfloat16), Case(64, 8, torch.float32, "gelu_tanh"), Case(64, 4, torch.bfloat16, int8=True)],
+    ids=str,
+)
 def test_the_operator_passes_a_check(case):
     assert gpu_run.Plan.__dataclass_fields__["forward"].default is parser_moe
     assert check(case, CPU, parser_moe)["ok"]
