@@ -28,7 +28,8 @@ from forebay.compression.run import Settings, compress
 def peak():
     status = Path("/proc/self/status").read_text().split()
     return int(status[status.index("VmHWM:") + 1]) * 1024
-settings = Settings(**json.loads(sys.argv[3]) | {{"text": Path(sys.argv[4]), "cache": Path(sys.argv[2] + "-cache")}}, options=Options(max_rounds=1))
+paths = {{"text": Path(sys.argv[4]), "cache": Path(sys.argv[2] + "-cache")}}
+settings = Settings(**json.loads(sys.argv[3]) | paths, options=Options(max_rounds=1))
 compress(Path(sys.argv[5]), Path(sys.argv[2] + "-small"), settings)
 before = peak()
 compress(Path(sys.argv[1]), Path(sys.argv[2]), settings)

@@ -47,7 +47,7 @@ def measure(context: Context) -> Measurement:
         runs.append(("bfloat16", compressed, "bfloat16"))
     context.say(f"vLLM on {len(runs)} models")
     with ThreadPoolExecutor(len(runs)) as pool:
-        list(pool.map(lambda run: _run(*run[1:], context.work / f"{run[0]}.pt"), runs))
+        list(pool.map(lambda run: _run(run[1], run[2], context.work / f"{run[0]}.pt"), runs))
     found: dict[str, Any] = {name: torch.load(context.work / f"{name}.pt") for name, *_ in runs}
     expected = found["dense"]["logits"]
     errors = {name: float((found[name]["logits"] - expected).norm() / expected.norm()) for name in found}
