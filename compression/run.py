@@ -28,7 +28,7 @@ from forebay.compression.selection import select_budget
 from forebay.compression.source import ModelFolder, choose_layers
 from forebay.compression.streaming import LayerwiseModel
 from forebay.compression.texts import pack, read_documents
-from forebay.compression.work import ScoredLayer, WorkFolder
+from forebay.compression.work import ScoredLayer, WorkFolder, return_memory
 
 Report = Callable[[str, int, int], None]
 """Told what is being done, and how many steps of how many are over."""
@@ -129,9 +129,11 @@ class _Job:
                 layer, count, capacity=self.settings.rows, seed=self.settings.seed, scoring=scoring
             )
         self._forward(layer, statistics)
+        return_memory()
         if statistics is not None:
             rows = statistics.rows(allow_unseen=self.settings.allow_unseen)
             self._compress(layer, rows, statistics.routing)
+            return_memory()
         self.next_layer = layer + 1
         self._save_state(self._identity)
         self.work.states(layer).path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,12 @@ class ScoredLayer:
     """Of each expert, (H,)."""
     rows: list[Tensor]
     """Calibration rows of each expert, (N, D); empty where nothing will need them."""
+
+
+def return_memory() -> None:
+    """Give what was freed back to the system: glibc keeps many small pieces, as much as a layer's weights."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 class WorkFolder:

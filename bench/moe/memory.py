@@ -17,7 +17,7 @@ from forebay.bench.suite import Context, Measurement
 from forebay.storage.errors import ForebayError
 
 EXPERTS, UNITS, SIZE, TOP = 60, 704, 1024, 4
-QUICK_EXPERTS = 16
+QUICK_EXPERTS = 32
 LENGTH = 128
 ROWS = 256
 PROBE = """
