@@ -19,7 +19,7 @@ enum {
     TILE = 2048,            /* tokens at a time: bounds the memory, and is far beyond where speed saturates */
     DECODE = 16,            /* tokens up to which reading the weights takes longer than computing */
     MOST = 256,             /* columns per piece of work with many tokens */
-    TURNS = 6,              /* pieces for each thread then, so that all end together though other work holds one up */
+    TURNS = 8,              /* pieces for each thread then, so that all end together though other work holds one up */
 };
 
 static long min_long(long a, long b) { return a < b ? a : b; }
@@ -215,7 +215,8 @@ static Scratch *make_scratches(int threads, size_t tokens, size_t pairs, size_t 
 
 /* ---- forward ---- */
 
-static long piece(long columns, int pieces) { return round_up((columns + pieces - 1) / pieces, 8); }
+/* Whole pairs of the longest vectors: what is left of a piece is computed one by one, ten times slower. */
+static long piece(long columns, int pieces) { return round_up((columns + pieces - 1) / pieces, 2 * ROUND); }
 
 /* Hidden units per piece of work, then columns of y. With few tokens memory decides, which is fastest in long runs: the
  * rows of down that experts keep are cut into pieces of `columns`. With many, pieces must fit into the cache. */
