@@ -4,8 +4,8 @@ The model has 16 experts of which 2 are used, and was trained on prose and code.
 ways: as the paper does; with wanda's scores (`wanda`); with the same share of units for every expert (`local`); with
 the plain mean as the backbone (`mean`). What goes beyond the paper is measured in the same way.
 
-The gap is the perplexity above the uncompressed model's on text that was not
-used for calibration; a ratio is the ablation's gap over PARSER's, the median over rho.
+The gap is the perplexity above the uncompressed model's on text that was not used for calibration; a ratio is the
+ablation's gap over PARSER's, the median over rho.
 """
 
 from __future__ import annotations
