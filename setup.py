@@ -10,7 +10,7 @@ import glob
 
 from setuptools import Extension, find_packages, setup
 
-FOLDERS = ("kernels", "storage", "compression", "vllm_ext", "cli", "bench")
+FOLDERS = ("kernels", "storage", "compression", "diffusion", "vllm_ext", "cli", "bench")
 PACKAGES = [f"forebay.{top}" for top in FOLDERS] + [
     f"forebay.{top}.{sub}" for top in FOLDERS for sub in find_packages(top)
 ]

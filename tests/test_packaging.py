@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("kernels", "storage", "compression", "vllm_ext", "cli", "bench")
+FOLDERS = ("kernels", "storage", "compression", "diffusion", "vllm_ext", "cli", "bench")
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
 
 OLDEST = "3.11.2"

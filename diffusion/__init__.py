@@ -1,0 +1,1 @@
+"""Diffusion language models with shared-prefix caching (BiCache)."""
