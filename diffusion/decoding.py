@@ -1,0 +1,149 @@
+"""One request from its prompt to its answer: which rows each pass needs, and what becomes of their logits.
+
+Generation is semi-autoregressive (LLaDA, arXiv 2502.09992): the answer is cut into blocks, which are filled one after
+the other, each in its share of the steps. The request says which rows the next pass is to compute and takes what came
+of them, so that whoever drives it can put many requests into one pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.diffusion.errors import DiffusionError
+from forebay.diffusion.prefix import PrefixedRequest, PrefixStates
+from forebay.diffusion.remasking import SCORES, choose, commit, quota
+from forebay.diffusion.transformer import Computed, Rows, Transformer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodingSettings:
+    """How an answer is made. The defaults are those of BiCache's evaluation (arXiv 2606.07571) on LLaDA.
+
+    Raises:
+        DiffusionError: a value is out of its range, or they do not fit together.
+    """
+
+    length: int = 256
+    """Tokens of the answer."""
+    steps: int = 128
+    block: int = 32
+    """Tokens of a block."""
+    refresh: int = 16
+    """T: every so many steps the rows of the prefix are computed anew, in the layers that do not reuse it."""
+    remasking: str = "confidence"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    threshold: float | None = None
+    """Commit everything surer than this instead of a fixed number (Fast-dLLM, arXiv 2505.22618; there 0.9)."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"length": 1, "steps": 1, "block": 1, "refresh": 1}
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise DiffusionError(f"{name} is {getattr(self, name)}; it must be at least {limit}")
+        if self.remasking not in SCORES:
+            raise DiffusionError(f"remasking is {self.remasking!r}; it must be one of {', '.join(SCORES)}")
+        if self.temperature < 0:
+            raise DiffusionError(f"temperature is {self.temperature:g}; it must be 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise DiffusionError(f"top_p is {self.top_p:g}; it must be above 0 and at most 1")
+        if self.threshold is not None and not 0 < self.threshold < 1:
+            raise DiffusionError(f"threshold is {self.threshold:g}; it must be between 0 and 1")
+
+    @property
+    def blocks(self) -> int:
+        """The last one may be shorter."""
+        return -(-self.length // self.block)
+
+
+class DiffusionRequest:
+    """A request on its way.
+
+    Args:
+        transformer: the model.
+        states: of the prefix, which ends before the last prompt token where the model's logits are shifted.
+        depth: b, how many layers reuse the prefix.
+        prompt_N: what follows on the prefix.
+        settings: how the answer is made.
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        states: PrefixStates,
+        depth: int,
+        prompt_N: Tensor,
+        settings: DecodingSettings,
+    ) -> None:
+        if transformer.config.shifted and not len(prompt_N):
+            raise DiffusionError("the prefix takes the whole prompt; this model needs its last token outside of it")
+        self.transformer = transformer
+        self.settings = settings
+        self.step = 0
+        self._passes = PrefixedRequest(transformer, states, depth)
+        self._mask = transformer.config.mask_token
+        self._prompt = len(prompt_N)
+        masks = torch.full((settings.length,), self._mask, device=prompt_N.device)
+        self.tokens_N = torch.cat([prompt_N, masks])
+        self._random = torch.Generator(prompt_N.device).manual_seed(settings.seed)
+        self._block = self._block_step = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every token is there."""
+        return self._block == self.settings.blocks
+
+    @property
+    def answer(self) -> Tensor:
+        """The answer so far, with masks where nothing is yet."""
+        return self.tokens_N[self._prompt :]
+
+    @property
+    def finished_blocks(self) -> int:
+        """How many are final."""
+        return self._block
+
+    def rows(self) -> Rows:
+        """What the next pass is to compute."""
+        refresh = self.step % self.settings.refresh == 0
+        return self._passes.refresh(self.tokens_N) if refresh else self._passes.step(self.tokens_N)
+
+    def take(self, computed: Computed) -> None:
+        """Fill in what the pass is sure of."""
+        if self.step % self.settings.refresh == 0:
+            self._passes.keep(computed)
+        masked = self._masked()
+        logits_NV = self.transformer.logits(computed.hidden_ND[masked - int(self.transformer.config.shifted)])
+        settings = self.settings
+        found = choose(
+            logits_NV, self._mask, remasking=settings.remasking, temperature=settings.temperature,
+            top_p=settings.top_p, random=self._random,
+        )  # fmt: skip
+        places = commit(found.scores_N, self._quota(), settings.threshold)
+        self.tokens_N[masked[places]] = found.tokens_N[places]
+        self._advance(left=len(masked) - len(places))
+
+    def _span(self) -> tuple[int, int]:
+        """The current block within `tokens_N`."""
+        first = self._prompt + self._block * self.settings.block
+        return first, min(first + self.settings.block, len(self.tokens_N))
+
+    def _masked(self) -> Tensor:
+        """Places of the current block that are still masked."""
+        first, last = self._span()
+        return (self.tokens_N[first:last] == self._mask).nonzero()[:, 0] + first
+
+    def _quota(self) -> int:
+        first, last = self._span()
+        steps = max(1, self.settings.steps // self.settings.blocks)
+        return max(1, quota(last - first, steps, self._block_step))
+
+    def _advance(self, left: int) -> None:
+        self.step += 1
+        self._block_step += 1
+        if not left:
+            self._block, self._block_step = self._block + 1, 0
