@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,15 @@ def tokens(count: int, seed: int = 0) -> torch.Tensor:
 # ---- whole answers ----
 
 
+@pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize(("length", "steps", "block"), [(8, 8, 8), (8, 4, 8), (10, 6, 4), (1, 1, 1), (12, 3, 4)])
 def test_without_reuse_the_answer_is_that_of_plain_decoding(
-    transformer: Transformer, length: int, steps: int, block: int
+    transformer: Transformer, length: int, steps: int, block: int, shifted: bool
 ) -> None:
-    """LLaDA's low-confidence remasking as plainly as it can be written."""
+    """LLaDA's low-confidence remasking as plainly as it can be written, with the logits where Dream has them too."""
     ids, naive = tokens(30, 5), Naive(MODEL)
+    weights = transformer.weights
+    transformer = Transformer(replace(weights, config=replace(weights.config, shifted=shifted)))
     mine = request(transformer, ids, 20, 0, length=length, steps=steps, block=block, refresh=1)
     run(transformer, [mine])
     everything = torch.cat([ids, torch.full((length,), MASK)])
@@ -59,7 +63,9 @@ def test_without_reuse_the_answer_is_that_of_plain_decoding(
     for number in range(blocks):
         first, last = 30 + number * block, min(30 + (number + 1) * block, 30 + length)
         for step in range(max(1, steps // blocks)):
-            chances = naive.logits(everything).index_fill(-1, torch.tensor([MASK]), -torch.inf).softmax(-1)
+            logits = naive.logits(everything)
+            logits = torch.cat([logits[:1], logits[:-1]]) if shifted else logits
+            chances = logits.index_fill(-1, torch.tensor([MASK]), -torch.inf).softmax(-1)
             sure, best = chances.max(-1)
             masked = [place for place in range(first, last) if everything[place] == MASK]
             share = quota(last - first, max(1, steps // blocks), step)
@@ -131,6 +137,13 @@ def test_deeper_reuse_loses_them(accuracy: dict[int, float]) -> None:
     """Else the model tests nothing: b = L is ordinary prefix reuse."""
     assert accuracy[2] < 0.3
     assert accuracy[6] < 0.1
+
+
+def test_a_shifted_model_needs_a_prompt_token_outside_of_the_prefix(transformer: Transformer) -> None:
+    weights = transformer.weights
+    other = Transformer(replace(weights, config=replace(weights.config, shifted=True)))
+    with pytest.raises(DiffusionError, match="the prefix takes the whole prompt"):
+        request(other, tokens(20), 20, 1, length=4)
 
 
 # ---- choosing ----
