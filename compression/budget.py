@@ -83,7 +83,7 @@ def units_within(sizes: Sizes, budget: int) -> int:
     least = sizes.total(sizes.layers * sizes.floor)
     if budget < least:
         raise CompressionError(
-            f"--memory-budget {_text(budget)} is below the {_text(least)} that the other weights, "
+            f"--memory-budget {format_size(budget)} is below the {format_size(least)} that the other weights, "
             f"{sizes.layers} backbones and the floor of every expert need; give more, compress more layers with "
             f"--layers all, or lower --min-units"
         )
@@ -91,7 +91,8 @@ def units_within(sizes: Sizes, budget: int) -> int:
     return min(fit, sizes.layers * sizes.experts * sizes.units)
 
 
-def _text(count: int) -> str:
+def format_size(count: int) -> str:
+    """GiB, or MiB below one GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 

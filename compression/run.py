@@ -141,7 +141,7 @@ class _Job:
     def share(self, units: int) -> None:
         """Let the units of all layers compete, and compress the layers."""
         self.report("choosing units", self.layers[-1] + 1, self.layers[-1] + 1)
-        scores = [self.work.load_scored(layer).scores for layer in self.layers]
+        scores = [self.work.load_scores(layer) for layer in self.layers]
         for layer, kept in zip(self.layers, select_budget(scores, units, self.options.min_units), strict=True):
             if not self.work.shard(layer).exists():
                 self._extract(layer, self.source.read_experts(layer), self.work.load_scored(layer), kept)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -77,6 +78,11 @@ class WorkFolder:
         parts["scores"] = torch.stack(scored.scores)
         parts |= {f"rows.{expert}": rows for expert, rows in enumerate(scored.rows)}
         save_tensors(self._scored(layer), {name: part.contiguous() for name, part in parts.items()})
+
+    def load_scores(self, layer: int) -> list[Tensor]:
+        """Only the scores of such a layer: its rows may be a thousand times as much."""
+        with safe_open(self._scored(layer), "pt") as file:
+            return list(file.get_tensor("scores"))
 
     def load_scored(self, layer: int) -> ScoredLayer:
         """A layer that was put aside."""

@@ -107,14 +107,18 @@ class DiffusionRequest:
         """How many are final."""
         return self._block
 
+    @property
+    def _refreshes(self) -> bool:
+        """Whether the next pass computes the prefix anew."""
+        return self.step % self.settings.refresh == 0
+
     def rows(self) -> Rows:
         """What the next pass is to compute."""
-        refresh = self.step % self.settings.refresh == 0
-        return self._passes.refresh(self.tokens_N) if refresh else self._passes.step(self.tokens_N)
+        return self._passes.refresh(self.tokens_N) if self._refreshes else self._passes.step(self.tokens_N)
 
     def take(self, computed: Computed) -> None:
         """Fill in what the pass is sure of."""
-        if self.step % self.settings.refresh == 0:
+        if self._refreshes:
             self._passes.keep(computed)
         masked = self._masked()
         logits_NV = self.transformer.logits(computed.hidden_ND[masked - int(self.transformer.config.shifted)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from forebay.compression.budget import format_size
 from forebay.vllm_ext.plugin import log_like_vllm
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,3 @@ class LoadReport:
                 format_size(self.bytes),
                 format_size(self.dense_bytes),
             )
-
-
-def format_size(count: int) -> str:
-    """GiB, or MiB below one GiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
