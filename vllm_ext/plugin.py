@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 def register() -> None:
-    """Register the connector `ForebayConnector`, the offloading spec `ForebaySpec`, the tier `forebay` and the
-    quantization method `parser`.
+    """Register the connector `ForebayConnector`, the offloading spec `ForebaySpec`, the tier `forebay`, the
+    quantization method `parser` and the architectures of diffusion language models.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
@@ -27,6 +27,7 @@ def register() -> None:
     if "forebay" not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier("forebay", "forebay.vllm_ext.tier", "ForebayTier")
     _register_parser()
+    _register_diffusion()
     log_like_vllm()
     check_command_line(sys.argv)
 
@@ -38,6 +39,13 @@ def _register_parser() -> None:
         from forebay.vllm_ext.parser.config import ParserQuantConfig
 
         register_quantization_config("parser")(ParserQuantConfig)
+
+
+def _register_diffusion() -> None:
+    from forebay.vllm_ext.diffusion import architecture, hf
+
+    hf.register()
+    architecture.register()
 
 
 def check_command_line(arguments: Sequence[str]) -> None:

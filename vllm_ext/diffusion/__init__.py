@@ -1,0 +1,1 @@
+"""Serving of diffusion language models in vLLM: architectures, scheduler, worker."""

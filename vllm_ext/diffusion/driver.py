@@ -1,0 +1,85 @@
+"""Runs a runtime as the scheduler's steps say, and reports what came of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsLists
+
+from forebay.diffusion.errors import DiffusionError
+from forebay.diffusion.logprobs import Logprobs
+from forebay.diffusion.runtime import Block, Runtime
+from forebay.vllm_ext.diffusion.messages import BlockDone, DiffusionOutput, DiffusionStep, Entering, Started
+from forebay.vllm_ext.diffusion.metrics import counts
+
+
+class Driver:
+    """One rank's."""
+
+    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+        self.runtime = runtime
+        self.device = device
+        self._queued: set[str] = set()
+        """Requests that have not left the runtime's queue."""
+
+    def run(self, step: DiffusionStep) -> DiffusionOutput:
+        """Take in what came, forget what left, and make forward passes until a block is final."""
+        for name in step.leaving:
+            self.runtime.abort(name)
+            self._queued.discard(name)
+        if step.forget_prefixes:
+            self.runtime.cache.clear()
+        failed = {one.name: error for one in step.entering if (error := self._submit(one))}
+        blocks: list[Block] = []
+        started: list[Started] = []
+        passes = 0
+        while passes < step.passes and not blocks and not self.runtime.idle:
+            blocks = self.runtime.step()
+            started += self._find_started()
+            passes += 1
+        return DiffusionOutput(
+            req_ids=[],
+            req_id_to_index={},
+            blocks=[_done(block) for block in blocks],
+            started=started,
+            failed=failed,
+            counts=counts(self.runtime),
+            passes=passes,
+        )
+
+    def _submit(self, one: Entering) -> str | None:
+        """Hand a request to the runtime; why not, if it refuses."""
+        known = {} if one.prefix is None else {"prefix": one.prefix}
+        try:
+            self.runtime.submit(one.name, torch.tensor(one.prompt, device=self.device), one.settings, **known)
+        except DiffusionError as error:
+            return str(error)
+        self._queued.add(one.name)
+        return None
+
+    def _find_started(self) -> list[Started]:
+        """Requests that the last pass took in."""
+        found = []
+        for one in self.runtime.running:
+            if one.name in self._queued:
+                self._queued.discard(one.name)
+                depth = one.request.passes.depth if one.request else 0
+                seen = one.states is not None and self.runtime.cache.requests(one.states) > 1
+                found.append(Started(one.name, one.prefix if seen else 0, depth))
+        return found
+
+
+def _done(block: Block) -> BlockDone:
+    logprobs = None if block.logprobs is None else _lists(block.tokens_N, block.logprobs)
+    return BlockDone(block.name, block.tokens_N.tolist(), block.last, logprobs)
+
+
+def _lists(tokens_N: Tensor, found: Logprobs) -> LogprobsLists:
+    """As vLLM wants them: the chosen token first, then the best ones."""
+    tokens_N1, chosen_N1 = tokens_N.cpu()[:, None], found.chosen_N[:, None]
+    return LogprobsLists(
+        torch.cat([tokens_N1, found.tokens_NK], dim=1).numpy().astype(np.int32),
+        torch.cat([chosen_N1, found.values_NK], dim=1).numpy(),
+        found.ranks_N.numpy(),
+    )
