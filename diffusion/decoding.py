@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forebay.diffusion.depth import TAU
 from forebay.diffusion.errors import DiffusionError
-from forebay.diffusion.prefix import PrefixedRequest, PrefixStates
+from forebay.diffusion.logprobs import Logprobs
+from forebay.diffusion.passes import BLOCK_CACHES, BlockCache, Passes, Span
+from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.remasking import SCORES, choose, commit, quota
 from forebay.diffusion.transformer import Computed, Rows, Transformer
 
@@ -32,21 +35,35 @@ class DecodingSettings:
     block: int = 32
     """Tokens of a block."""
     refresh: int = 16
-    """T: every so many steps the rows of the prefix are computed anew, in the layers that do not reuse it."""
+    """T: every so many steps the rows of the prefix are computed anew, in the layers that do not reuse it. 0: when a
+    block begins."""
+    adaptive: bool = False
+    """Whether T follows the measured drift of the prefix, from a quarter to four times of it (ours)."""
+    block_cache: BlockCache = "none"
+    """What is reused within a block (Fast-dLLM's `prefix` and `dual` cache, arXiv 2505.22618)."""
+    exact: bool = False
+    """No reuse of anything: every step computes every row."""
     remasking: str = "confidence"
     temperature: float = 0.0
     top_p: float = 1.0
     threshold: float | None = None
     """Commit everything surer than this instead of a fixed number (Fast-dLLM, arXiv 2505.22618; there 0.9)."""
     seed: int = 0
+    ignore_end: bool = False
+    """Whether to go on behind an end token; else the request ends with the block that it is in."""
+    logprobs: int | None = None
+    """Alternatives to report with each token's log-probability at the time of its commitment; None reports nothing."""
 
     def __post_init__(self) -> None:
-        least = {"length": 1, "steps": 1, "block": 1, "refresh": 1}
+        least = {"length": 1, "steps": 1, "block": 1, "refresh": 0}
         for name, limit in least.items():
             if getattr(self, name) < limit:
                 raise DiffusionError(f"{name} is {getattr(self, name)}; it must be at least {limit}")
-        if self.remasking not in SCORES:
-            raise DiffusionError(f"remasking is {self.remasking!r}; it must be one of {', '.join(SCORES)}")
+        for name, known in {"remasking": tuple(SCORES), "block_cache": BLOCK_CACHES}.items():
+            if getattr(self, name) not in known:
+                raise DiffusionError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise DiffusionError(f"logprobs is {self.logprobs}; it must be 0 or more")
         if self.temperature < 0:
             raise DiffusionError(f"temperature is {self.temperature:g}; it must be 0 or more")
         if not 0 < self.top_p <= 1:
@@ -69,6 +86,8 @@ class DiffusionRequest:
         depth: b, how many layers reuse the prefix.
         prompt_N: what follows on the prefix.
         settings: how the answer is made.
+        tau: similarity that counts as stable, for an interval that follows the drift and for the audit.
+        audit: whether to begin with a pass that finds out whether b is safe for this request.
     """
 
     def __init__(
@@ -78,24 +97,38 @@ class DiffusionRequest:
         depth: int,
         prompt_N: Tensor,
         settings: DecodingSettings,
+        *,
+        tau: float = TAU,
+        audit: bool = False,
     ) -> None:
         if transformer.config.shifted and not len(prompt_N):
             raise DiffusionError("the prefix takes the whole prompt; this model needs its last token outside of it")
         self.transformer = transformer
         self.settings = settings
-        self.step = 0
-        self._passes = PrefixedRequest(transformer, states, depth)
+        self.passes = Passes(
+            transformer,
+            states,
+            0 if settings.exact else depth,
+            1 if settings.exact else settings.refresh,
+            "none" if settings.exact else settings.block_cache,
+            tau,
+            adaptive=settings.adaptive and not settings.exact,
+            audit=audit and not settings.exact,
+        )
         self._mask = transformer.config.mask_token
+        self._shift = int(transformer.config.shifted)
         self._prompt = len(prompt_N)
         masks = torch.full((settings.length,), self._mask, device=prompt_N.device)
         self.tokens_N = torch.cat([prompt_N, masks])
+        self.logprobs = None if settings.logprobs is None else Logprobs.empty(settings.length, settings.logprobs)
         self._random = torch.Generator(prompt_N.device).manual_seed(settings.seed)
         self._block = self._block_step = 0
+        self._ended = False
 
     @property
     def done(self) -> bool:
-        """Whether every token is there."""
-        return self._block == self.settings.blocks
+        """Whether the answer is there."""
+        return self._ended or self._block == self.settings.blocks
 
     @property
     def answer(self) -> Tensor:
@@ -108,20 +141,21 @@ class DiffusionRequest:
         return self._block
 
     @property
-    def _refreshes(self) -> bool:
-        """Whether the next pass computes the prefix anew."""
-        return self.step % self.settings.refresh == 0
+    def weight(self) -> int:
+        """Rows that the next pass computes, in whole layers' worth."""
+        return self.passes.weight(len(self.tokens_N), self._rows_of_block(), self._begins)
 
     def rows(self) -> Rows:
         """What the next pass is to compute."""
-        return self._passes.refresh(self.tokens_N) if self._refreshes else self._passes.step(self.tokens_N)
+        wanted_N = self._masked() - self._shift
+        return self.passes.rows(self.tokens_N, self._rows_of_block(), wanted_N, self._begins)
 
     def take(self, computed: Computed) -> None:
         """Fill in what the pass is sure of."""
-        if self._refreshes:
-            self._passes.keep(computed)
+        if not self.passes.take(computed, self._begins):
+            return
         masked = self._masked()
-        logits_NV = self.transformer.logits(computed.hidden_ND[masked - int(self.transformer.config.shifted)])
+        logits_NV = self.transformer.logits(computed.hidden_ND)
         settings = self.settings
         found = choose(
             logits_NV, self._mask, remasking=settings.remasking, temperature=settings.temperature,
@@ -129,12 +163,26 @@ class DiffusionRequest:
         )  # fmt: skip
         places = commit(found.scores_N, self._quota(), settings.threshold)
         self.tokens_N[masked[places]] = found.tokens_N[places]
+        if self.logprobs is not None:
+            never = torch.tensor([self._mask], device=logits_NV.device)
+            chosen_NV = logits_NV[places].float().index_fill(-1, never, -torch.inf)
+            self.logprobs.put(masked[places] - self._prompt, chosen_NV, found.tokens_N[places])
         self._advance(left=len(masked) - len(places))
 
-    def _span(self) -> tuple[int, int]:
+    @property
+    def _begins(self) -> bool:
+        """Whether the next pass is its block's first."""
+        return not self._block_step
+
+    def _span(self) -> Span:
         """The current block within `tokens_N`."""
         first = self._prompt + self._block * self.settings.block
-        return first, min(first + self.settings.block, len(self.tokens_N))
+        return Span(first, min(first + self.settings.block, len(self.tokens_N)))
+
+    def _rows_of_block(self) -> Span:
+        """Those that a pass over the current block computes: where logits are shifted, one more."""
+        first, last = self._span()
+        return Span(first - self._shift, last)
 
     def _masked(self) -> Tensor:
         """Places of the current block that are still masked."""
@@ -147,7 +195,11 @@ class DiffusionRequest:
         return max(1, quota(last - first, steps, self._block_step))
 
     def _advance(self, left: int) -> None:
-        self.step += 1
         self._block_step += 1
-        if not left:
-            self._block, self._block_step = self._block + 1, 0
+        if left:
+            return
+        first, last = self._span()
+        ends = torch.tensor(self.transformer.config.end_tokens, device=self.tokens_N.device)
+        if not self.settings.ignore_end and bool(torch.isin(self.tokens_N[first:last], ends).any()):
+            self._ended = True
+        self._block, self._block_step = self._block + 1, 0

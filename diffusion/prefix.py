@@ -1,45 +1,59 @@
-"""What is known of a prefix before any request that starts with it, and the passes of such a request.
+"""What is known of a prefix before any request that starts with it.
 
-A *refresh* takes the prefix's own keys and values in the first b layers and computes its rows anew, with the request's,
-from layer b on. Until the next refresh the request's rows alone are computed, against the keys and values that the
-refresh left (BiCache, arXiv 2606.07571). b = 0 is a refresh within the request only; b = L never looks at the prefix
-again.
+A request that reuses it in b layers needs its keys and values in layers 0 to b, and its state before layer b, from
+where its rows are computed together with those of the request (BiCache, arXiv 2606.07571). The published cache keeps
+keys, values and outputs of all layers; here only those are computed and kept that some request has asked for. A larger
+b continues from the state of the next smaller one.
+
+Shape letters: P prefix tokens, D model dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from forebay.diffusion.transformer import Computed, Join, KeyValues, Rows, Transformer
+from forebay.diffusion.attention import KeyValues
+from forebay.diffusion.transformer import Join, Rows, Transformer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefixStates:
-    """Keys, values and states of a prefix that is alone, as deep as any request may use them."""
+    """Keys, values and states of a prefix that is alone."""
 
     tokens_P: Tensor
-    known: list[KeyValues]
-    """Layers 0 to the deepest b, less one."""
-    states: dict[int, Tensor]
+    known: list[KeyValues] = field(default_factory=list)
+    """By layer, as deep as any request has asked for."""
+    states: dict[int, Tensor] = field(default_factory=dict)
     """By b: the state before layer b, (P, D)."""
+    limit: int | None = None
+    """The largest b that has been found safe for this very prefix, where that is less than its model's table says."""
 
-    @classmethod
-    def compute(cls, transformer: Transformer, tokens_P: Tensor, depths: Collection[int]) -> PrefixStates:
-        """One pass over the prefix alone.
+    def holds(self, depth: int, layers: int) -> bool:
+        """Whether a request may reuse `depth` of so many layers right now."""
+        return len(self.known) == layers if reuses_all(depth, layers) else depth in self.states
 
-        Args:
-            transformer: the model.
-            tokens_P: the whole prefix.
-            depths: every b that a request may have; 0 needs nothing of this.
-        """
+    def deepen(self, transformer: Transformer, depth: int) -> None:
+        """Compute what a request needs that reuses `depth` layers, and is not there."""
         layers = transformer.config.layers
-        rows = Rows(tokens_P, _count(tokens_P, 0), states=frozenset(depths) - {layers})
-        (made,) = transformer.run([rows])
-        return cls(tokens_P, made.own[: max(depths)], made.states)
+        if not depth or self.holds(depth, layers):
+            return
+        everything = reuses_all(depth, layers)
+        (made,) = transformer.run([self._alone(transformer, layers - 1 if everything else depth)])
+        self.known += made.prefix[len(self.known) :]
+        if not everything:
+            assert made.prefix_state_PD is not None
+            self.states[depth] = made.prefix_state_PD
+
+    def join(self, transformer: Transformer, depth: int) -> Join | list[KeyValues]:
+        """The prefix in a refresh of a request that reuses it in `depth` layers; 0 computes all of it."""
+        if reuses_all(depth, transformer.config.layers):
+            return self.known
+        if not depth:
+            return Join(0, transformer.embed(self.tokens_P))
+        return Join(depth, self.states[depth], self.known[: depth + 1])
 
     @property
     def bytes(self) -> int:
@@ -47,44 +61,16 @@ class PrefixStates:
         tensors = [tensor for pair in self.known for tensor in pair] + list(self.states.values())
         return sum(tensor.nbytes for tensor in tensors)
 
+    def _alone(self, transformer: Transformer, last: int) -> Rows:
+        """The prefix's rows from the deepest state below on."""
+        below = max((depth for depth in self.states if depth < last), default=0)
+        nothing = torch.empty(0, dtype=torch.long, device=self.tokens_P.device)
+        return Rows(tokens_N=nothing, positions_N=nothing, prefix=self.join(transformer, below), last=last)
 
-@dataclass(slots=True)
-class PrefixedRequest:
-    """The passes of one request behind a prefix.
 
-    Args:
-        transformer: the model.
-        states: of the prefix.
-        depth: b, one that `states` was computed for, or 0.
+def reuses_all(depth: int, layers: int) -> bool:
+    """Whether no row of the prefix is ever computed.
+
+    With b = L - 1 as with b = L: the keys and values of the last layer are cached, and its outputs are not needed.
     """
-
-    transformer: Transformer
-    states: PrefixStates
-    depth: int
-    _kept: list[KeyValues] = field(default_factory=list)
-
-    def refresh(self, tokens_N: Tensor) -> Rows:
-        """The rows of a refresh; `keep` wants what comes of them."""
-        return Rows(tokens_N, self._positions(tokens_N), join=self._join())
-
-    def keep(self, computed: Computed) -> None:
-        """Remember what a refresh left of the prefix."""
-        self._kept = computed.prefix
-
-    def step(self, tokens_N: Tensor) -> Rows:
-        """The rows of any other step."""
-        return Rows(tokens_N, self._positions(tokens_N), known=self._kept)
-
-    def _join(self) -> Join:
-        states, depth = self.states, self.depth
-        if depth == self.transformer.config.layers:
-            return Join(depth, torch.empty(0), states.known)
-        state = states.states[depth] if depth else self.transformer.embed(states.tokens_P)
-        return Join(depth, state, states.known[:depth])
-
-    def _positions(self, tokens_N: Tensor) -> Tensor:
-        return _count(tokens_N, len(self.states.tokens_P))
-
-
-def _count(tokens_N: Tensor, first: int) -> Tensor:
-    return torch.arange(first, first + len(tokens_N), device=tokens_N.device)
+    return depth >= layers - 1

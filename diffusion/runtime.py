@@ -1,7 +1,9 @@
 """Many requests at once: what is admitted, which of them share a pass, and what has become final.
 
 Requests join and leave between passes; a pass takes rows of all of them, whatever their prefix, depth, block and phase.
-Those that start with the same prefix share its states.
+Those that start with the same prefix share its states. A pass is limited in its rows, so that refreshes, which have
+many, come one after another instead of all at once: a request that does not fit waits for the next pass, which changes
+when its tokens come but not which.
 """
 
 from __future__ import annotations
@@ -11,12 +13,33 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from forebay.diffusion.cache import PrefixCache
+from forebay.diffusion.cache import PrefixCache, StateStore
 from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest
-from forebay.diffusion.depth import DepthTable, Rule
+from forebay.diffusion.depth import TAU, DepthTable, Rule
 from forebay.diffusion.errors import DiffusionError
+from forebay.diffusion.logprobs import Logprobs
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeSettings:
+    """What a runtime may take and how it is careful."""
+
+    cache_bytes: int = 4 << 30
+    """For states of prefixes."""
+    request_bytes: int | None = None
+    """For what running requests keep beside them; None does not limit it."""
+    batch: int = 32
+    """Requests at once, at most."""
+    rows: int = 8192
+    """Rows of a pass, at most; a single request may have more."""
+    rule: Rule = "boundary"
+    """Which depth the table gives."""
+    tau: float = TAU
+    """Similarity that counts as stable."""
+    audit: int = 32
+    """The first request of a prefix and every so many after it find out whether its depth is safe; 0 never."""
 
 
 @dataclass(slots=True)
@@ -28,7 +51,8 @@ class Running:
     prefix: int
     """Tokens of the prompt that others share."""
     settings: DecodingSettings
-    depth: int = 0
+    bytes: int
+    """That it may keep, beside the states of its prefix."""
     request: DiffusionRequest | None = None
     states: PrefixStates | None = None
     reported: int = 0
@@ -42,32 +66,52 @@ class Block:
     name: str
     tokens_N: Tensor
     last: bool
+    logprobs: Logprobs | None = None
 
 
 @dataclass(slots=True)
+class RuntimeStatistics:
+    """Counts since the runtime was made."""
+
+    steps: int = 0
+    """Passes over all requests."""
+    passes: int = 0
+    """Of single requests."""
+    refreshes: int = 0
+    tokens: int = 0
+    """Committed in finished blocks."""
+    audits: int = 0
+    interventions: int = 0
+    """Audits that lowered the depth of a prefix."""
+    depths: dict[int, int] = field(default_factory=dict)
+    """Requests by the layers that they reused."""
+
+
 class Runtime:
     """Runs requests to their end.
 
     Args:
         transformer: the model.
         table: how deep a prefix may be reused; None reuses none.
-        cache_bytes: for states of prefixes.
-        rule: which depth the table gives.
-        batch: requests in a pass, at most.
+        settings: limits.
+        store: where states of prefixes outlive the process.
     """
 
-    transformer: Transformer
-    table: DepthTable | None
-    cache_bytes: int
-    rule: Rule = "boundary"
-    batch: int = 32
-    waiting: deque[Running] = field(default_factory=deque)
-    running: list[Running] = field(default_factory=list)
-    cache: PrefixCache = field(init=False)
-
-    def __post_init__(self) -> None:
-        depths = self.table.depths(self.rule) if self.table else [1]
-        self.cache = PrefixCache(self.transformer, depths, self.cache_bytes)
+    def __init__(
+        self,
+        transformer: Transformer,
+        table: DepthTable | None,
+        settings: RuntimeSettings | None = None,
+        store: StateStore | None = None,
+    ) -> None:
+        self.transformer = transformer
+        self.table = table
+        self.settings = settings or RuntimeSettings()
+        self.cache = PrefixCache(transformer, self.settings.cache_bytes, store)
+        self.statistics = RuntimeStatistics()
+        self.waiting: deque[Running] = deque()
+        self.running: deque[Running] = deque()
+        """In the order in which they get into a pass."""
 
     def submit(self, name: str, prompt_N: Tensor, settings: DecodingSettings, prefix: int = 0) -> None:
         """Queue a request.
@@ -79,7 +123,8 @@ class Runtime:
             prefix: how many of its first tokens others share.
 
         Raises:
-            DiffusionError: it is longer than the model's positions, or its prefix longer than its prompt.
+            DiffusionError: it is longer than the model's positions, or its prefix longer than its prompt, or it needs
+                more memory than there is for all.
         """
         total, limit = len(prompt_N) + settings.length, self.transformer.config.positions
         if total > limit:
@@ -90,8 +135,11 @@ class Runtime:
         if not 0 <= prefix <= len(prompt_N):
             raise DiffusionError(f"a prefix of {prefix} tokens in a prompt of {len(prompt_N)}")
         if self.transformer.config.shifted:
-            prefix = min(prefix, len(prompt_N) - 1)
-        self.waiting.append(Running(name, prompt_N, prefix, settings))
+            prefix = max(0, min(prefix, len(prompt_N) - 1))
+        needed, space = total * self.bytes_per_token, self.settings.request_bytes
+        if space is not None and needed > space:
+            raise DiffusionError(f"{total} tokens need {needed} bytes of keys and values; there are {space} for all")
+        self.waiting.append(Running(name, prompt_N, prefix, settings, needed))
 
     def abort(self, name: str) -> None:
         """Forget a request, wherever it is."""
@@ -104,39 +152,95 @@ class Runtime:
         """Whether there is nothing to do."""
         return not self.waiting and not self.running
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of all layers in this process."""
+        layers = self.transformer.weights.layers
+        pairs: int = layers[0].qkv.shape[0] - layers[0].attention_output.shape[1]
+        return pairs * layers[0].qkv.element_size() * len(layers)
+
     def step(self) -> list[Block]:
-        """One pass over all running requests; the blocks that it finished."""
-        while self.waiting and len(self.running) < self.batch:
-            self._enter(self.waiting.popleft())
-        requests = [one.request for one in self.running if one.request is not None]
+        """One pass over the requests that fit into it; the blocks that it finished."""
+        self._admit()
+        chosen = self._choose()
+        if not chosen:
+            return []
+        requests = [one.request for one in chosen if one.request is not None]
+        self.statistics.steps += 1
         for request, computed in zip(requests, self.transformer.run([one.rows() for one in requests]), strict=True):
             request.take(computed)
-        return [block for one in list(self.running) for block in self._report(one)]
+            self._note_audit(request)
+        return [block for one in chosen for block in self._report(one)]
+
+    def _admit(self) -> None:
+        """First come, first served, as far as places and memory go; one in any case."""
+        space = self.settings.request_bytes
+        while self.waiting and len(self.running) < self.settings.batch:
+            taken = sum(one.bytes for one in self.running)
+            if space is not None and self.running and taken + self.waiting[0].bytes > space:
+                return
+            self._enter(self.waiting.popleft())
+
+    def _choose(self) -> list[Running]:
+        """The requests of this pass: who was left out longest comes first; whom it takes goes to the end."""
+        left = self.settings.rows
+        chosen: list[Running] = []
+        rest: list[Running] = []
+        for one in self.running:
+            assert one.request is not None
+            weight = one.request.weight
+            if weight <= left or not chosen:
+                chosen.append(one)
+                left -= weight
+            else:
+                rest.append(one)
+        self.running = deque(rest + chosen)
+        return chosen
 
     def _enter(self, one: Running) -> None:
         prefix_P, rest_N = one.prompt_N[: one.prefix], one.prompt_N[one.prefix :]
-        if self.table and one.prefix:
-            one.depth = self.table.depth(one.prefix, len(one.prompt_N), one.settings.length, self.rule)
-        if one.depth:
-            one.states = self.cache.acquire(prefix_P)
-        states = one.states or PrefixStates(prefix_P, [], {})
-        one.request = DiffusionRequest(self.transformer, states, one.depth, rest_N, one.settings)
+        depth, audit = 0, False
+        if self.table and one.prefix and not one.settings.exact:
+            depth = self.table.depth(one.prefix, len(one.prompt_N), one.settings.length, self.settings.rule)
+            one.states = self.cache.acquire(prefix_P, depth)
+            depth = depth if one.states.limit is None else min(depth, one.states.limit)
+            every = self.settings.audit
+            audit = bool(every) and (self.cache.requests(one.states) - 1) % every == 0
+        one.request = DiffusionRequest(
+            self.transformer, one.states or PrefixStates(prefix_P), depth, rest_N, one.settings,
+            tau=self.settings.tau, audit=audit,
+        )  # fmt: skip
+        self.statistics.audits += audit
         self.running.append(one)
+
+    def _note_audit(self, request: DiffusionRequest) -> None:
+        if request.passes.lowered:
+            request.passes.lowered = False
+            self.statistics.interventions += 1
+            self.cache.grown(request.passes.states)
 
     def _report(self, one: Running) -> list[Block]:
         assert one.request is not None
         found = []
-        size = one.settings.block
-        while one.reported < one.request.finished_blocks:
+        size, request = one.settings.block, one.request
+        while one.reported < request.finished_blocks:
             first = one.reported * size
             one.reported += 1
-            last = one.reported == one.settings.blocks
-            found.append(Block(one.name, one.request.answer[first : first + size].clone(), last))
-        if one.request.done:
+            tokens_N = request.answer[first : first + size].clone()
+            last = request.done and one.reported == request.finished_blocks
+            logprobs = request.logprobs.part(first, first + size) if request.logprobs else None
+            found.append(Block(one.name, tokens_N, last, logprobs))
+            self.statistics.tokens += len(tokens_N)
+        if request.done:
             self._leave(one)
         return found
 
     def _leave(self, one: Running) -> None:
         self.running.remove(one)
+        assert one.request is not None
+        passes, statistics = one.request.passes, self.statistics
+        statistics.passes += passes.counts.passes
+        statistics.refreshes += passes.counts.refreshes
+        statistics.depths[passes.depth] = statistics.depths.get(passes.depth, 0) + 1
         if one.states is not None:
             self.cache.release(one.states)

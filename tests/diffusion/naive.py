@@ -18,11 +18,20 @@ class Naive:
         self.weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
 
     def logits(self, tokens: Tensor) -> Tensor:
-        x = self.weights["model.embed_tokens.weight"][tokens]
+        x = self.embed(tokens)
         for layer in range(self.config["num_hidden_layers"]):
-            x = x + self.attention(layer, self.norm(x, f"model.layers.{layer}.input_layernorm"))
-            x = x + self.mlp(layer, self.norm(x, f"model.layers.{layer}.post_attention_layernorm"))
+            x = self.layer(layer, x)
+        return self.head(x)
+
+    def head(self, x: Tensor) -> Tensor:
         return self.norm(x, "model.norm") @ self.weights["model.embed_tokens.weight"].T
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.weights["model.embed_tokens.weight"][tokens]
+
+    def layer(self, layer: int, x: Tensor) -> Tensor:
+        x = x + self.attention(layer, self.norm(x, f"model.layers.{layer}.input_layernorm"))
+        return x + self.mlp(layer, self.norm(x, f"model.layers.{layer}.post_attention_layernorm"))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()

@@ -17,8 +17,8 @@ from forebay.diffusion.weights import load
 
 MODEL = Path(__file__).parents[2] / "tests/assets/tinydlm-prefix"
 TRANSFORMER = Transformer(load(MODEL))
-PER_TOKEN = 192 * 4 * (2 * 2 + 2)
-"""Bytes of two layers' keys and values and two states."""
+PER_TOKEN = 192 * 4 * (3 * 2 + 1)
+"""Bytes of three layers' keys and values and one state."""
 
 
 def prefix(number: int) -> torch.Tensor:
@@ -27,12 +27,12 @@ def prefix(number: int) -> torch.Tensor:
 
 
 def cache(tokens: int) -> PrefixCache:
-    return PrefixCache(TRANSFORMER, [1, 2], tokens * PER_TOKEN)
+    return PrefixCache(TRANSFORMER, tokens * PER_TOKEN)
 
 
 def test_states_are_computed_once_and_shared() -> None:
     mine = cache(100)
-    first, second = mine.acquire(prefix(5)), mine.acquire(prefix(5).clone())
+    first, second = mine.acquire(prefix(5), 2), mine.acquire(prefix(5).clone(), 2)
     assert first is second
     assert (mine.statistics.hits, mine.statistics.misses) == (1, 1)
     assert mine.bytes == first.bytes == 7 * PER_TOKEN
@@ -40,17 +40,18 @@ def test_states_are_computed_once_and_shared() -> None:
 
 def test_a_prefix_of_a_prefix_is_another() -> None:
     mine = cache(100)
-    longer, shorter = mine.acquire(prefix(8)), mine.acquire(prefix(3))
+    longer, shorter = mine.acquire(prefix(8), 2), mine.acquire(prefix(3), 2)
     assert len(shorter.tokens_P) == 5
     assert not torch.allclose(longer.known[1].keys[:5], shorter.known[1].keys, rtol=1e-2, atol=1e-2)
-    again = PrefixStates.compute(TRANSFORMER, prefix(3), [1, 2])
+    again = PrefixStates(prefix(3))
+    again.deepen(TRANSFORMER, 2)
     assert torch.equal(again.states[2], shorter.states[2])
 
 
 def test_states_in_use_outlive_the_limit() -> None:
     mine = cache(10)
-    held = mine.acquire(prefix(6))
-    mine.release(mine.acquire(prefix(5)))
+    held = mine.acquire(prefix(6), 2)
+    mine.release(mine.acquire(prefix(5), 2))
     assert prefix(6) in mine
     assert prefix(5) not in mine
     mine.release(held)
@@ -59,7 +60,7 @@ def test_states_in_use_outlive_the_limit() -> None:
 
 def test_releasing_what_was_not_acquired() -> None:
     with pytest.raises(KeyError):
-        cache(10).release(PrefixStates.compute(TRANSFORMER, prefix(1), [1]))
+        cache(10).release(PrefixStates(prefix(1)))
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -83,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 12))
     def come(self, number: int) -> None:
-        states = self.cache.acquire(prefix(number))
+        states = self.cache.acquire(prefix(number), 2)
         assert torch.equal(states.tokens_P, prefix(number))
         if number in self.order:
             self.order.remove(number)

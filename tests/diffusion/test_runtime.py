@@ -10,7 +10,7 @@ import torch
 from forebay.diffusion.decoding import DecodingSettings
 from forebay.diffusion.depth import DepthTable
 from forebay.diffusion.errors import DiffusionError
-from forebay.diffusion.runtime import Block, Runtime
+from forebay.diffusion.runtime import Block, Runtime, RuntimeSettings
 from forebay.diffusion.transformer import Transformer
 from forebay.diffusion.weights import load
 
@@ -24,7 +24,7 @@ def transformer() -> Transformer:
 
 
 def runtime(transformer: Transformer, **changes) -> Runtime:
-    return Runtime(transformer, TABLE, 1 << 20, **changes)
+    return Runtime(transformer, TABLE, RuntimeSettings(**{"cache_bytes": 1 << 20, "audit": 0, **changes}))
 
 
 def tokens(count: int, seed: int) -> torch.Tensor:
@@ -90,12 +90,12 @@ def test_an_abort_lets_the_states_go(transformer: Transformer) -> None:
         mine.abort(name)
     assert answers(drive(mine)).keys() == {"1", "2"}
     mine.cache.capacity = 0
-    mine.cache.release(mine.cache.acquire(tokens(3, 0)))
+    mine.cache.release(mine.cache.acquire(tokens(3, 0), 1))
     assert mine.cache.bytes == 0
 
 
 def test_no_table_is_no_reuse(transformer: Transformer) -> None:
-    mine = Runtime(transformer, None, 1 << 20)
+    mine = Runtime(transformer, None)
     submit(mine, 1)
     assert len(answers(drive(mine))["1"]) == 8
     assert not mine.cache.statistics.misses

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forebay.diffusion.attention import KeyValues
 from forebay.diffusion.errors import ModelError
 from forebay.diffusion.families.base import LLAMA_PARTS
 from forebay.diffusion.families.llada import LLADA
-from forebay.diffusion.prefix import PrefixedRequest, PrefixStates
-from forebay.diffusion.transformer import Rows, Transformer
+from forebay.diffusion.prefix import PrefixStates
+from forebay.diffusion.transformer import Kept, Rows, Transformer
 from forebay.diffusion.weights import load, read_config
 from tests.diffusion.naive import Naive
 
@@ -36,12 +37,30 @@ def tokens(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(5, 4096, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def rows(ids: torch.Tensor) -> Rows:
-    return Rows(ids, torch.arange(len(ids)))
+def rows(ids: torch.Tensor, **changes) -> Rows:
+    return Rows(tokens_N=ids, positions_N=torch.arange(len(ids)), **changes)
 
 
 def logits(transformer: Transformer, one: Rows) -> torch.Tensor:
     return transformer.logits(transformer.run([one])[0].hidden_ND)
+
+
+def alone(transformer: Transformer, ids: torch.Tensor, *depths: int) -> PrefixStates:
+    states = PrefixStates(ids)
+    for depth in depths:
+        states.deepen(transformer, depth)
+    return states
+
+
+def behind(transformer: Transformer, states: PrefixStates, depth: int, ids: torch.Tensor, **changes) -> Rows:
+    """Rows of a request that starts with a prefix."""
+    first = len(states.tokens_P)
+    positions = torch.arange(first, first + len(ids))
+    return Rows(tokens_N=ids, positions_N=positions, prefix=states.join(transformer, depth), **changes)
+
+
+def close(mine: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 200])
@@ -52,18 +71,43 @@ def test_equals_the_plain_forward_pass(transformer: Transformer, naive: Naive, c
 
 def test_a_request_does_not_see_the_others(transformer: Transformer) -> None:
     batch = [rows(tokens(count, count)) for count in (7, 1, 50, 12)]
-    together = transformer.run(batch)
-    for one, found in zip(batch, together, strict=True):
-        torch.testing.assert_close(found.hidden_ND, transformer.run([one])[0].hidden_ND, rtol=1e-4, atol=1e-4)
+    for one, found in zip(batch, transformer.run(batch), strict=True):
+        close(found.hidden_ND, transformer.run([one])[0].hidden_ND)
+
+
+@pytest.mark.parametrize("last", [None, 0, 3])
+def test_only_what_is_wanted_is_computed_in_the_last_layer(transformer: Transformer, last: int | None) -> None:
+    ids, wanted = tokens(40), torch.tensor([3, 39, 7])
+    batch = [rows(ids, last=last), rows(ids, last=last, wanted=wanted), rows(ids, last=last, wanted=wanted[:0])]
+    everything, some, none = transformer.run([*batch, rows(tokens(9))])[:3]
+    close(some.hidden_ND, everything.hidden_ND[wanted])
+    assert none.hidden_ND.shape == (0, 192)
 
 
 def test_keys_may_come_from_before(transformer: Transformer) -> None:
     """Half of the rows against what a full pass left of the other half."""
     ids = tokens(40)
-    (full,) = transformer.run([rows(ids)])
-    known = [type(pair)(pair.keys[:25], pair.values[:25]) for pair in full.own]
-    (half,) = transformer.run([Rows(ids[25:], torch.arange(25, 40), known=known)])
-    torch.testing.assert_close(half.hidden_ND, full.hidden_ND[25:], rtol=1e-4, atol=1e-4)
+    (full,) = transformer.run([rows(ids, keep=True)])
+    known = [KeyValues(pair.keys[:25], pair.values[:25]) for pair in full.own]
+    (half,) = transformer.run([Rows(tokens_N=ids[25:], positions_N=torch.arange(25, 40), prefix=known)])
+    close(half.hidden_ND, full.hidden_ND[25:])
+
+
+def test_some_rows_are_renewed_among_those_that_were_kept(transformer: Transformer) -> None:
+    """What is renewed is the keys and values of these rows; the others stay as they were."""
+    ids, others = tokens(40), tokens(10, 4)
+    (full,) = transformer.run([rows(ids, keep=True)])
+    outside = [KeyValues(*(torch.cat([one[:20], one[30:]]) for one in pair)) for pair in full.own]
+    middle = Rows(tokens_N=others, positions_N=torch.arange(20, 30), prefix=outside)
+    (expected,) = transformer.run([middle])
+    kept = [KeyValues(pair.keys.clone(), pair.values.clone()) for pair in full.own]
+    again = Rows(tokens_N=others, positions_N=torch.arange(20, 30), kept=Kept(kept, 20), keep=True)
+    (found,) = transformer.run([again])
+    close(found.hidden_ND, expected.hidden_ND)
+    for before, after, new in zip(full.own, kept, found.own, strict=True):
+        assert torch.equal(after.keys[20:30], new.keys)
+        assert torch.equal(after.keys[:20], before.keys[:20])
+        assert torch.equal(after.values[30:], before.values[30:])
 
 
 # ---- behind a prefix ----
@@ -72,67 +116,81 @@ def test_keys_may_come_from_before(transformer: Transformer) -> None:
 @pytest.mark.parametrize("prefix", [1, 2, 60])
 def test_without_reuse_a_prefix_changes_nothing(transformer: Transformer, naive: Naive, prefix: int) -> None:
     ids = tokens(prefix + 20)
-    request = PrefixedRequest(transformer, PrefixStates.compute(transformer, ids[:prefix], [1]), 0)
+    states = PrefixStates(ids[:prefix])
     expected = naive.logits(ids)[prefix:]
-    (refreshed,) = transformer.run([request.refresh(ids[prefix:])])
+    (refreshed,) = transformer.run([behind(transformer, states, 0, ids[prefix:])])
     assert float((transformer.logits(refreshed.hidden_ND) - expected).abs().max()) < 1e-4
-    request.keep(refreshed)
-    (again,) = transformer.run([request.step(ids[prefix:])])
-    assert float((transformer.logits(again.hidden_ND) - expected).abs().max()) < 1e-4
+    positions = torch.arange(prefix, prefix + 20)
+    step = Rows(tokens_N=ids[prefix:], positions_N=positions, prefix=refreshed.prefix)
+    assert float((logits(transformer, step) - expected).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("depth", range(1, LAYERS + 1))
-def test_reuse_by_its_definition(transformer: Transformer, depth: int) -> None:
-    """Layer by layer with plain passes: the prefix alone below b, everything together above."""
+def test_reuse_by_its_definition(depth: int) -> None:
+    """Layer by layer as the method is described, in float64: the prefix alone below b, all together from b on."""
     ids, prefix = tokens(50, 3), 30
-    request = PrefixedRequest(transformer, PrefixStates.compute(transformer, ids[:prefix], [depth]), depth)
-    (found,) = transformer.run([request.refresh(ids[prefix:])])
-    alone = PrefixStates.compute(transformer, ids[:prefix], range(1, LAYERS + 1))
-    own = transformer.embed(ids[prefix:])
-    shallow, deep = transformer.weights.layers[:depth], transformer.weights.layers[depth:]
-    from forebay.diffusion.transformer import Computed
-
-    for number, layer in enumerate(shallow):
-        part = Rows(ids[prefix:], torch.arange(prefix, 50), known=alone.known)
-        own = transformer._layer(layer, number, own, [20], [part], [Computed(own)])
-    if deep:
-        everything = torch.cat([alone.states[depth], own])
-        for number, layer in enumerate(deep, depth):
-            everything = transformer._layer(layer, number, everything, [50], [rows(ids)], [Computed(own)])
-        own = everything[prefix:]
-    torch.testing.assert_close(found.hidden_ND, own, rtol=1e-4, atol=1e-4)
-    assert len(found.prefix) == LAYERS
-    assert all(len(pair.keys) == prefix for pair in found.prefix)
+    naive, transformer = Naive(MODEL), Transformer(load(MODEL))
+    states = alone(transformer, ids[:prefix], depth)
+    (found,) = transformer.run([behind(transformer, states, depth, ids[prefix:])])
+    everything = naive.embed(ids)
+    first, own = everything[:prefix], everything[prefix:]
+    for number in range(LAYERS):
+        together = naive.layer(number, torch.cat([first, own]))
+        first = naive.layer(number, first) if number < depth else together[:prefix]
+        own = together[prefix:]
+    assert float((transformer.logits(found.hidden_ND) - naive.head(own)).abs().max()) < 3e-4
+    if depth < LAYERS - 1:
+        assert [len(pair.keys) for pair in found.prefix] == [prefix] * LAYERS
 
 
 def test_requests_of_all_depths_in_one_pass(transformer: Transformer) -> None:
     ids = tokens(80, 9)
-    batch, alone = [], []
+    batch, single = [], []
     for depth in range(LAYERS + 1):
         prefix = 10 + 5 * depth
-        states = PrefixStates.compute(transformer, ids[:prefix], [max(depth, 1)])
-        one = PrefixedRequest(transformer, states, depth).refresh(ids[prefix : prefix + 3 + depth])
+        one = behind(transformer, alone(transformer, ids[:prefix], depth), depth, ids[prefix : prefix + 3 + depth])
         batch.append(one)
-        alone.append(transformer.run([one])[0])
-    for mine, other in zip(transformer.run(batch), alone, strict=True):
-        torch.testing.assert_close(mine.hidden_ND, other.hidden_ND, rtol=1e-4, atol=1e-4)
+        single.append(transformer.run([one])[0])
+    for mine, other in zip(transformer.run(batch), single, strict=True):
+        close(mine.hidden_ND, other.hidden_ND)
         for one, two in zip(mine.prefix, other.prefix, strict=True):
-            torch.testing.assert_close(one.keys, two.keys, rtol=1e-4, atol=1e-4)
+            close(one.keys, two.keys)
+
+
+@pytest.mark.parametrize("depth", range(LAYERS + 1))
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_request_that_is_all_or_nearly_all_prefix(transformer: Transformer, depth: int, count: int) -> None:
+    ids = tokens(21)
+    states = alone(transformer, ids[:20], depth)
+    one = behind(transformer, states, depth, ids[20 : 20 + count])
+    (found,) = transformer.run([one])
+    assert found.hidden_ND.shape == (count, 192)
+    (again,) = transformer.run([one, rows(tokens(5))])[:1]
+    close(again.hidden_ND, found.hidden_ND)
 
 
 def test_the_first_layer_of_a_prefix_is_the_same_in_every_request(transformer: Transformer) -> None:
     ids = tokens(40)
-    states = PrefixStates.compute(transformer, ids[:25], [2])
-    (full,) = transformer.run([rows(ids)])
+    states = alone(transformer, ids[:25], 1)
+    (full,) = transformer.run([rows(ids, keep=True)])
     torch.testing.assert_close(states.known[0].keys, full.own[0].keys[:25], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(states.known[1].values, full.own[1].values[:25], rtol=1e-2, atol=1e-2)
 
 
-def test_states_take_what_they_hold(transformer: Transformer) -> None:
-    states = PrefixStates.compute(transformer, tokens(25), [1, 3])
-    assert len(states.known) == 3
-    assert states.states.keys() == {1, 3}
-    assert states.bytes == 25 * 192 * 4 * (3 * 2 + 2)
+@pytest.mark.parametrize("depths", [(3, 1), (1, 3), (1, 2, 3, 4), (4, 6), (6, 4), (5,)])
+def test_states_may_become_deeper_in_any_order(transformer: Transformer, depths: tuple[int, ...]) -> None:
+    ids = tokens(25)
+    states = alone(transformer, ids, *depths)
+    (full,) = transformer.run([rows(ids, keep=True)])
+    for mine, other in zip(states.known, full.own, strict=False):
+        close(mine.keys, other.keys)
+        close(mine.values, other.values)
+    assert len(states.known) == min(max(depths) + 1, LAYERS)
+    below = {depth for depth in depths if depth < LAYERS - 1}
+    assert states.states.keys() == below
+    assert states.bytes == 25 * 192 * 4 * (len(states.known) * 2 + len(below))
+    for depth in below:
+        close(states.states[depth], transformer.run([rows(ids, last=depth - 1)])[0].hidden_ND)
 
 
 # ---- folders ----
