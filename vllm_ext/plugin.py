@@ -49,7 +49,7 @@ def _register_diffusion() -> None:
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """End `vllm serve` with one line when its compressed checkpoint or its pool cannot be used as it asks.
+    """End `vllm serve` with one line when its model or its pool cannot be used as it asks.
 
     Without this the mistake would surface half a minute later, as three processes' tracebacks.
 
@@ -57,7 +57,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
         SystemExit: with the line.
     """
     if len(arguments) > 2 and arguments[1] == "serve":
-        _check_checkpoint(Path(arguments[2]), arguments[3:])
+        _check_model(Path(arguments[2]), arguments[3:])
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, attached = option.partition("=")
         if name.replace("_", "-") != "--kv-transfer-config":
@@ -70,13 +70,19 @@ def check_command_line(arguments: Sequence[str]) -> None:
             _check_pool(config.get("kv_connector_extra_config") or {})
 
 
-def _check_checkpoint(folder: Path, options: Sequence[str]) -> None:
+def _check_model(folder: Path, options: Sequence[str]) -> None:
     try:
-        found = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+        config = json.loads((folder / "config.json").read_text())
+        compressed = (config.get("quantization_config") or {}).get("quant_method") == "parser"
     except (OSError, ValueError, AttributeError):
         return  # no folder of ours: vLLM says what is wrong with it
-    if found.get("quant_method") != "parser":
-        return
+    if compressed:
+        _check_compressed(folder, config["quantization_config"], options)
+    elif _is_diffusion(config):
+        _check_diffusion(folder, options)
+
+
+def _check_compressed(folder: Path, found: dict[str, object], options: Sequence[str]) -> None:
     from forebay.compression.checkpoint import parse_config
     from forebay.compression.errors import CompressionError
     from forebay.vllm_ext.parser.engine import EngineSettings
@@ -87,6 +93,29 @@ def _check_checkpoint(folder: Path, options: Sequence[str]) -> None:
         EngineSettings.of_command_line(options).check(parser)
         check_folder(folder, parser)
     except CompressionError as error:
+        raise SystemExit(f"forebay: {error}") from None
+
+
+def _is_diffusion(config: dict[str, object]) -> bool:
+    from forebay.diffusion.errors import DiffusionError
+    from forebay.diffusion.families import find_family
+
+    try:
+        family = find_family(config)
+    except DiffusionError:
+        return False
+    return family.name != "Llama" or (config.get("is_causal") is False and config.get("mask_token_id") is not None)
+
+
+def _check_diffusion(folder: Path, options: Sequence[str]) -> None:
+    from forebay.diffusion.errors import DiffusionError
+    from forebay.diffusion.weights import read_config
+    from forebay.vllm_ext.diffusion.engine import EngineSettings
+
+    try:
+        read_config(folder)
+        EngineSettings.of_command_line(options).check()
+    except DiffusionError as error:
         raise SystemExit(f"forebay: {error}") from None
 
 

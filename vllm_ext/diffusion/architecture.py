@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import ModelConfig
+from vllm.config import KVTransferConfig, ModelConfig
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
 from forebay.diffusion.families import FAMILIES
@@ -20,13 +20,14 @@ from forebay.vllm_ext.diffusion.engine import EngineSettings
 SCHEDULER = "forebay.vllm_ext.diffusion.scheduler.DiffusionScheduler"
 WORKER = "forebay.vllm_ext.diffusion.worker.DiffusionWorker"
 MODEL = "forebay.vllm_ext.diffusion.model:DiffusionModel"
+METRICS = "ForebayDiffusionMetrics"
 SHARED = {"LlamaForCausalLM"}
 """Architectures that other models have, too."""
 DEFAULTS = ("temperature", "top_p", "max_tokens")
 """Of a model's `generation_config.json`; others, such as top_k, would have every request refused."""
 
 
-class DiffusionModelConfig(ModelConfig):  # type: ignore[misc]
+class DiffusionModelConfig(ModelConfig):
     """vLLM's, with other values where a client says nothing: greedy, and not until the model's last position."""
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def is_diffusion(hf_config: Any) -> bool:
     return getattr(hf_config, "is_causal", True) is False and getattr(hf_config, "mask_token_id", None) is not None
 
 
-class DiffusionArchitecture(VerifyAndUpdateConfig):  # type: ignore[misc]
+class DiffusionArchitecture(VerifyAndUpdateConfig):
     """The hook of architectures that only diffusion models have."""
 
     @staticmethod
@@ -63,6 +64,7 @@ def _update(vllm_config: Any, server: ServingConfig) -> None:
     scheduler.async_scheduling = False
     scheduler.enable_chunked_prefill = False
     vllm_config.cache_config.enable_prefix_caching = False
+    vllm_config.kv_transfer_config = KVTransferConfig(kv_connector=METRICS, kv_role="kv_both")
     model = vllm_config.model_config
     model.logits_processors = [check.NAME]
     model.forebay_length = server.length
@@ -96,8 +98,11 @@ def shared_hook(before: type[Any] | None) -> type[Any]:
 
 def register() -> None:
     """Put the hooks in their places, and tell vLLM of architectures that it does not know."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.model_executor.models import ModelRegistry
 
+    if METRICS not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(METRICS, "forebay.vllm_ext.diffusion.metrics", "DiffusionMetrics")
     known = ModelRegistry.get_supported_archs()
     for name in (name for family in FAMILIES for name in family.architectures):
         before = MODELS_CONFIG_MAP.get(name)

@@ -10,8 +10,7 @@ from vllm.v1.outputs import LogprobsLists
 from forebay.diffusion.errors import DiffusionError
 from forebay.diffusion.logprobs import Logprobs
 from forebay.diffusion.runtime import Block, Runtime
-from forebay.vllm_ext.diffusion.messages import BlockDone, DiffusionOutput, DiffusionStep, Entering, Started
-from forebay.vllm_ext.diffusion.metrics import counts
+from forebay.vllm_ext.diffusion.messages import BlockDone, Counts, DiffusionOutput, DiffusionStep, Entering, Started
 
 
 class Driver:
@@ -44,7 +43,7 @@ class Driver:
             blocks=[_done(block) for block in blocks],
             started=started,
             failed=failed,
-            counts=counts(self.runtime),
+            counts=_count(self.runtime),
             passes=passes,
         )
 
@@ -68,6 +67,27 @@ class Driver:
                 seen = one.states is not None and self.runtime.cache.requests(one.states) > 1
                 found.append(Started(one.name, one.prefix if seen else 0, depth))
         return found
+
+
+def _count(runtime: Runtime) -> Counts:
+    passes, cache, space = runtime.statistics, runtime.cache, runtime.settings.request_bytes
+    return Counts(
+        prefix_hits=cache.statistics.hits,
+        prefix_misses=cache.statistics.misses,
+        prefix_restored=cache.statistics.restored,
+        prefix_evictions=cache.statistics.evictions,
+        passes=passes.steps,
+        steps=passes.passes,
+        refreshes=passes.refreshes,
+        tokens=passes.tokens,
+        audits=passes.audits,
+        guard_interventions=passes.interventions,
+        depths=dict(passes.depths),
+        prefixes=len(cache),
+        state_bytes=cache.bytes,
+        pool_bytes=cache.store.bytes if cache.store else 0,
+        usage=sum(one.bytes for one in runtime.running) / space if space else 0.0,
+    )
 
 
 def _done(block: Block) -> BlockDone:

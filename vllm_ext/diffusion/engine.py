@@ -27,6 +27,7 @@ class EngineSettings:
     speculative_config: bool = False
     quantization: str = ""
     kv_transfer_config: bool = False
+    kv_offloading_size: float | None = None
     kv_events_config: bool = False
     ec_transfer_config: bool = False
     enable_prompt_embeds: bool = False
@@ -58,7 +59,8 @@ class EngineSettings:
             enable_lora=config.lora_config is not None,
             speculative_config=config.speculative_config is not None,
             quantization=model.quantization or "",
-            kv_transfer_config=config.kv_transfer_config is not None,
+            kv_transfer_config=config.kv_transfer_config is not None
+            or config.cache_config.kv_offloading_size is not None,
             kv_events_config=config.kv_events_config is not None,
             ec_transfer_config=config.ec_transfer_config is not None,
             enable_prompt_embeds=model.enable_prompt_embeds,

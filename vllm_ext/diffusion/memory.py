@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 from typing import Any
 
-import psutil
 import torch
 
 ACTIVATIONS = 0.1
@@ -22,7 +22,8 @@ def available_bytes(vllm_config: Any, device: torch.device) -> int:
     if cache.kv_cache_memory_bytes is not None:
         return int(cache.kv_cache_memory_bytes)
     if device.type == "cpu":
-        total, taken = psutil.virtual_memory().total, psutil.Process(os.getpid()).memory_info().rss
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         share = cache.gpu_memory_utilization / vllm_config.parallel_config.tensor_parallel_size
     else:
         free, total = torch.cuda.mem_get_info(device)

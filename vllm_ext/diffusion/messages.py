@@ -54,6 +54,29 @@ class Started:
     """Layers that reuse them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The runtime's numbers since it was made, and what it holds now."""
+
+    prefix_hits: int = 0
+    prefix_misses: int = 0
+    prefix_restored: int = 0
+    prefix_evictions: int = 0
+    passes: int = 0
+    steps: int = 0
+    refreshes: int = 0
+    tokens: int = 0
+    audits: int = 0
+    guard_interventions: int = 0
+    depths: dict[int, int] = field(default_factory=dict)
+    """Finished requests by the layers that they reused."""
+    prefixes: int = 0
+    state_bytes: int = 0
+    pool_bytes: int = 0
+    usage: float = 0.0
+    """Share of the memory for requests that is taken, 0 to 1."""
+
+
 @dataclass
 class DiffusionOutput(ModelRunnerOutput):
     """What came of a step."""
@@ -62,6 +85,5 @@ class DiffusionOutput(ModelRunnerOutput):
     started: list[Started] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """Requests that the runtime refused, and why."""
-    counts: dict[str, float] = field(default_factory=dict)
-    """The runtime's numbers since it started: see `metrics`."""
+    counts: Counts = field(default_factory=Counts)
     passes: int = 0

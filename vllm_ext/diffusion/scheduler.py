@@ -22,6 +22,7 @@ from forebay.diffusion.families.base import end_tokens
 from forebay.vllm_ext.diffusion.config import read_config
 from forebay.vllm_ext.diffusion.ending import Ending, find_end
 from forebay.vllm_ext.diffusion.messages import BlockDone, DiffusionOutput, DiffusionStep, Entering, Started
+from forebay.vllm_ext.diffusion.metrics import RuntimeMetrics
 from forebay.vllm_ext.diffusion.pace import Pace
 from forebay.vllm_ext.diffusion.request import make_settings, read_options
 
@@ -67,7 +68,8 @@ class DiffusionScheduler(SchedulerInterface):
         self._pace = Pace()
         self._seeds = random.Random(vllm_config.model_config.seed)
         self._prefixes = PrefixCacheStats()
-        self._counts: dict[str, float] = {}
+        self._metrics = RuntimeMetrics()
+        self._usage = 0.0
         self._finished: dict[int, set[str]] | None = {} if include_finished_set else None
 
     # Requests come and go.
@@ -165,7 +167,8 @@ class DiffusionScheduler(SchedulerInterface):
         """What clients get of a step."""
         found = model_runner_output
         self._pace.end(found.passes)
-        self._counts = found.counts or self._counts
+        self._metrics.note(found.counts)
+        self._usage = found.counts.usage
         for started in found.started:
             self._note_start(started)
         for name, message in found.failed.items():
@@ -256,11 +259,12 @@ class DiffusionScheduler(SchedulerInterface):
             num_waiting_reqs=waiting,
             kv_cache_usage=self.get_kv_cache_usage(),
             prefix_cache_stats=prefixes,
+            kv_connector_stats=self._metrics.take(),
         )
 
     def get_kv_cache_usage(self) -> float:
         """Share of the memory for requests that they take, 0 to 1."""
-        return self._counts.get("kv_usage", 0.0)
+        return self._usage
 
     @property
     def pause_state(self) -> PauseState:

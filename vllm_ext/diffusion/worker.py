@@ -109,4 +109,3 @@ class DiffusionWorker(WorkerBase):
 
     def execute_dummy_batch(self) -> None:
         """Ranks of different replicas share nothing."""
-
