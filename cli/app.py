@@ -14,9 +14,10 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from forebay.cli import bench, calibrate, compress, demo, doctor, pool
+from forebay.cli import bench, calibrate, compress, demo, doctor, pool, profile_depth
 from forebay.cli.output import fail, messages
 from forebay.compression.errors import CompressionError
+from forebay.diffusion.errors import DiffusionError
 from forebay.storage.errors import ForebayError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 app.command()(demo.demo)
+app.command("profile-depth")(profile_depth.profile_depth)
 app.add_typer(pool.app, name="pool")
 app.add_typer(compress.app, name="compress")
 app.add_typer(bench.app, name="bench")
@@ -63,7 +65,7 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         sys.exit(1)
-    except (ForebayError, CompressionError, OSError) as error:
+    except (ForebayError, CompressionError, DiffusionError, OSError) as error:
         sys.exit(fail(error))
 
 

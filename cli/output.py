@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forebay.compression.errors import CompressionError
+from forebay.diffusion.errors import DiffusionError
 from forebay.storage.errors import ConfigError, ForebayError
 
 OK = 0
@@ -49,7 +50,7 @@ def print_table(title: str, columns: Mapping[str, str], rows: list[list[str]]) -
     Console(highlight=False).print(table)
 
 
-def fail(error: ForebayError | CompressionError | OSError) -> int:
+def fail(error: ForebayError | CompressionError | DiffusionError | OSError) -> int:
     """Print the error in one line, also as JSON where that was asked for, and return the exit code."""
     text = " ".join(str(error).split())
     messages.print(f"[bold red]error:[/] {text}", markup=True, soft_wrap=True)

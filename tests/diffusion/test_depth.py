@@ -56,13 +56,17 @@ def test_a_depth_is_the_most_that_any_smaller_share_allows(found: list[tuple[int
         assert table.depth(percent, 100, 0, "paper") == max([1, *allowed])
 
 
+def rows(ids: torch.Tensor) -> Rows:
+    return Rows(tokens_N=ids, positions_N=torch.arange(len(ids)), keep=True)
+
+
 def test_similarity_is_that_without_rope() -> None:
     """Against keys and values of plain passes, which have no rotation yet."""
     transformer, naive = Transformer(load(MODEL)), Naive(MODEL)
     (item,) = legends(MODEL, 1, 3)
     ids = torch.tensor([*item.prefix, *item.question])
     prefix = len(item.prefix)
-    passes = {count: transformer.run([Rows(ids[:count], torch.arange(count))])[0].own for count in (prefix, len(ids))}
+    passes = {count: transformer.run([rows(ids[:count])])[0].own for count in (prefix, len(ids))}
     found = similarity(passes[prefix], passes[len(ids)])
     plain = {}
     for count in (prefix, len(ids)):
@@ -93,9 +97,7 @@ def test_the_rules_on_a_model_that_depends_on_its_prefix() -> None:
     items = legends(MODEL, 12, 11)
     for item in items:
         ids = torch.tensor([*item.prefix, *item.question])
-        alone, whole = (
-            transformer.run([Rows(part, torch.arange(len(part)))])[0].own for part in (ids[: len(item.prefix)], ids)
-        )
+        alone, whole = (transformer.run([rows(part)])[0].own for part in (ids[: len(item.prefix)], ids))
         means += torch.tensor(similarity(alone, whole)) / len(items)
     table = make_table([(80, means.tolist())], "legends")
     assert table.depth(132, 153, 8, "paper") == 2
