@@ -168,7 +168,12 @@ def aborts(llm: Any) -> dict[str, Any]:
         for _ in range(3):
             llm.llm_engine.step()
         left = len(runtime.running), len(runtime.waiting), len(scheduler.requests), len(scheduler.sent)
-        state[phase] = {"held": held, "left": left, "seen": bool(seen), "done": not llm.llm_engine.has_unfinished_requests()}
+        state[phase] = {
+            "held": held,
+            "left": left,
+            "seen": bool(seen),
+            "done": not llm.llm_engine.has_unfinished_requests(),
+        }
     return state
 
 
@@ -282,9 +287,7 @@ def configurations(folders: dict[str, str], arguments: list[dict[str, Any]]) -> 
     return {"classes": {name: classes(folder) for name, folder in folders.items()}, "refused": refused}
 
 
-SCRIPTS: dict[str, Callable[..., Any]] = {
-    script.__name__: script for script in (one_engine, family, configurations)
-}
+SCRIPTS: dict[str, Callable[..., Any]] = {script.__name__: script for script in (one_engine, family, configurations)}
 
 if __name__ == "__main__":
     print("RESULT", json.dumps(SCRIPTS[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)

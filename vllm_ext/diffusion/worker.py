@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
@@ -56,14 +57,17 @@ class DiffusionWorker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Read the weights and make the runtime."""
         folder = Path(self.model_config.model)
-        weights = load(folder, self.model_config.dtype, str(self.device))
-        self.driver = Driver(self._make_runtime(Transformer(weights), folder), self.device)
+        group = get_tp_group()
+        shard = (group.rank_in_group, group.world_size) if group.world_size > 1 else ()
+        weights = load(folder, self.model_config.dtype, str(self.device), *shard)
+        transformer = Transformer(weights, reduce=group.all_reduce if shard else None)
+        self.driver = Driver(self._make_runtime(transformer, folder), self.device)
 
     def _make_runtime(self, transformer: Transformer, folder: Path) -> Runtime:
         server = read_config(self.vllm_config.additional_config)
         config = transformer.config
         table = DepthTable.read(server.table, config.layers) if server.table else find_table(folder, config)
-        left = available_bytes(self.vllm_config, self.device)
+        left = self._agree(available_bytes(self.vllm_config, self.device))
         cache = int(left * PREFIX_SHARE) if server.cache is None else server.cache
         settings = RuntimeSettings(
             cache_bytes=cache,
@@ -73,6 +77,15 @@ class DiffusionWorker(WorkerBase):
             tau=server.tau,
         )
         return Runtime(transformer, table, settings)
+
+    def _agree(self, count: int) -> int:
+        """The least of all ranks: they must admit alike."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return count
+        least = torch.tensor(count)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        return int(least)
 
     def execute_model(self, scheduler_output: DiffusionStep) -> DiffusionOutput:
         """One step of the scheduler's."""
