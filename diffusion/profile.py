@@ -136,6 +136,7 @@ class Profiler:
             DiffusionError: the file belongs to another run, or cannot be written.
         """
         done = self._resume(progress)
+        self._save(progress, done)  # before the work, as it may be impossible
         transformer, saved, total = self._load(), time.monotonic(), self.tokens
         passed = sum(map(_tokens, self.samples[:done]))
         try:
@@ -177,14 +178,15 @@ class Profiler:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _save(self, progress: Path, done: int) -> None:
-        if done:
-            replace(progress, json.dumps({"run": self._identity(), "done": done, "sums": self._sums.shares}))
+        replace(progress, json.dumps({"run": self._identity(), "done": done, "sums": self._sums.shares}))
 
     def _resume(self, progress: Path) -> int:
         """How many samples are done."""
         try:
             found: dict[str, Any] = json.loads(progress.read_text())
         except (OSError, ValueError):
+            return 0
+        if not found.get("done"):
             return 0
         if found.get("run") != self._identity():
             raise DiffusionError(
