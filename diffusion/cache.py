@@ -22,14 +22,14 @@ from forebay.diffusion.transformer import Transformer
 class StateStore(Protocol):
     """Where states go that are to be found again after a restart, or when memory is short.
 
-    A store may lose anything at any time, but never returns what is not what was put there.
+    A store may lose anything at any time, but never returns what is not what was put there, and raises nothing.
     """
 
     def get(self, key: bytes, tokens_P: Tensor) -> PrefixStates | None:
-        """The states of a prefix, where it has them."""
+        """The states of a prefix, as deep as it has them, for the caller alone."""
 
     def put(self, key: bytes, states: PrefixStates) -> None:
-        """Keep states, or more of them than before."""
+        """Keep states, or more of them than before, in the background; what it has already costs next to nothing."""
 
     @property
     def bytes(self) -> int:
@@ -119,7 +119,7 @@ class PrefixCache:
             self.statistics.hits += 1
             self._entries.move_to_end(key)
             return entry
-        states = self.store.get(key, tokens_P) if self.store else None
+        states = self._restore(key, tokens_P)
         if states is None:
             self.statistics.misses += 1
         else:
@@ -129,6 +129,19 @@ class PrefixCache:
         entry.bytes = entry.states.bytes
         self.bytes += entry.bytes
         return entry
+
+    def _restore(self, key: bytes, tokens_P: Tensor) -> PrefixStates | None:
+        """What the store has.
+
+        Where it has not the same in all processes of a tensor-parallel group, nothing: they compute what is missing
+        together.
+        """
+        if self.store is None:
+            return None
+        found = self.store.get(key, tokens_P)
+        mine = _outline(found, self.transformer.config.layers)
+        same = float(self.transformer.average(mine) == mine)
+        return found if self.transformer.average([same]) == [1.0] else None
 
     def _deepen(self, key: bytes, entry: _Entry, depth: int) -> None:
         states = entry.states
@@ -144,7 +157,10 @@ class PrefixCache:
             self.store.put(key, entry.states)
 
     def _shrink(self) -> None:
-        """Let go what nobody uses, the longest unused first, until the rest fits."""
+        """Let go what nobody uses, the longest unused first, until the rest fits.
+
+        The store has had it since it was computed. It is told again, as it may have lost it since, or not had room.
+        """
         for key in list(self._entries):
             if self.bytes <= self.capacity:
                 return
@@ -153,6 +169,16 @@ class PrefixCache:
                 del self._entries[key]
                 self.bytes -= entry.bytes
                 self.statistics.evictions += 1
+                if self.store:
+                    self.store.put(key, entry.states)
+
+
+def _outline(states: PrefixStates | None, layers: int) -> list[float]:
+    """Numbers that say how deep states are, and nothing else."""
+    if states is None:
+        return [-1.0] * (layers + 2)
+    limit = -1 if states.limit is None else states.limit
+    return [float(len(states.known)), float(limit), *(float(depth in states.states) for depth in range(layers))]
 
 
 def prefix_key(tokens_P: Tensor) -> bytes:
