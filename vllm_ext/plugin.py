@@ -5,11 +5,13 @@ Runs in every vLLM process, possibly more than once; registers only what is miss
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def register() -> None:
@@ -58,16 +60,20 @@ def check_command_line(arguments: Sequence[str]) -> None:
     """
     if len(arguments) > 2 and arguments[1] == "serve":
         _check_model(Path(arguments[2]), arguments[3:])
+    config = _json_option(arguments, "--kv-transfer-config")
+    if config.get("kv_connector") == "ForebayConnector":
+        _check_pool(config.get("kv_connector_extra_config") or {})
+
+
+def _json_option(arguments: Sequence[str], wanted: str) -> dict[str, Any]:
+    """The object that an option has; empty where it has none, or something else: vLLM says what is wrong with it."""
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, attached = option.partition("=")
-        if name.replace("_", "-") != "--kv-transfer-config":
-            continue
-        try:
-            config = json.loads(attached or value)
-        except ValueError:
-            continue  # vLLM says what is wrong with it
-        if isinstance(config, dict) and config.get("kv_connector") == "ForebayConnector":
-            _check_pool(config.get("kv_connector_extra_config") or {})
+        if name.replace("_", "-") == wanted:
+            with contextlib.suppress(ValueError):
+                found = json.loads(attached or value)
+                return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _check_model(folder: Path, options: Sequence[str]) -> None:
@@ -110,11 +116,13 @@ def _is_diffusion(config: dict[str, object]) -> bool:
 def _check_diffusion(folder: Path, options: Sequence[str]) -> None:
     from forebay.diffusion.errors import DiffusionError
     from forebay.diffusion.weights import read_config
+    from forebay.vllm_ext.diffusion.config import read_config as read_serving
     from forebay.vllm_ext.diffusion.engine import EngineSettings
 
     try:
         read_config(folder)
         EngineSettings.of_command_line(options).check()
+        read_serving(_json_option(options, "--additional-config"))
     except DiffusionError as error:
         raise SystemExit(f"forebay: {error}") from None
 

@@ -41,6 +41,18 @@ LLADA: dict[str, Any] = {
     "pad_token_id": 0,
     "torch_dtype": "bfloat16",
     "use_cache": False,
+    "activation_type": "silu",
+    "alibi": False,
+    "block_type": "llama",
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "init_device": "meta",
+    "layer_norm_type": "rms",
+    "multi_query_attention": None,
+    "precision": "amp_bf16",
+    "rope": True,
+    "rope_full_precision": True,
+    "scale_logits": False,
 }
 DREAM: dict[str, Any] = {
     "architectures": ["DreamModel"],
@@ -60,10 +72,10 @@ DREAM: dict[str, Any] = {
     "rope_scaling": None,
     "rms_norm_eps": 1e-06,
     "tie_word_embeddings": False,
-    "mask_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 2,
+    "mask_token_id": VOCABULARY - 4,
+    "bos_token_id": VOCABULARY - 5,
+    "eos_token_id": VOCABULARY - 5,
+    "pad_token_id": VOCABULARY - 3,
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
@@ -90,12 +102,14 @@ def llada_model(folder: Path) -> Path:
 
 
 def dream_model(folder: Path) -> Path:
-    """Dream's layout: Qwen's names, a byte-pair tokenizer with a class of its own, and settings of its own sampler."""
+    """Dream's layout: Qwen's names, a byte-pair tokenizer with a class of its own and special tokens at the end, and
+    settings of another sampler."""
     _write(folder, DREAM, biases=True)
     for name in ("configuration_dream.py", "tokenization_dream.py"):
         (folder / name).write_text("raise RuntimeError('remote code ran')\n")
     found = json.loads((TINY / "tokenizer.json").read_text())["model"]
-    _json(folder / "vocab.json", {token: number for token, number in found["vocab"].items() if token not in SPECIAL})
+    plain = {token: number - len(SPECIAL) for token, number in found["vocab"].items() if token not in SPECIAL}
+    _json(folder / "vocab.json", plain)
     merges = [one if isinstance(one, str) else " ".join(one) for one in found["merges"]]
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
@@ -104,7 +118,9 @@ def dream_model(folder: Path) -> Path:
         {
             "tokenizer_class": "DreamTokenizer",
             "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
-            "added_tokens_decoder": {str(place): {"content": name, **flags} for place, name in enumerate(SPECIAL)},
+            "added_tokens_decoder": {
+                str(place): {"content": name, **flags} for place, name in enumerate(SPECIAL, len(plain))
+            },
             "bos_token": "<|endoftext|>",
             "eos_token": "<|endoftext|>",
             "mask_token": "<|mask|>",
@@ -115,7 +131,7 @@ def dream_model(folder: Path) -> Path:
     )
     _json(
         folder / "generation_config.json",
-        {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 2, "top_k": 50, "repetition_penalty": 1.1},
+        {"eos_token_id": VOCABULARY - 5, "top_k": 50, "repetition_penalty": 1.1},
     )
     return folder
 

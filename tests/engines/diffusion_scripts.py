@@ -74,10 +74,10 @@ def bare(prompts: list[list[int]], **options: Any) -> list[list[Block]]:
     return found
 
 
-def tokens(blocks: list[Block]) -> list[int]:
+def tokens(blocks: list[Block], end: int = 0) -> list[int]:
     """Of an answer, up to its end token."""
     found = [token for block in blocks for token in block.tokens_N.tolist()]
-    return found[: found.index(0) + 1] if 0 in found else found
+    return found[: found.index(end) + 1] if end in found else found
 
 
 def answers(llm: Any) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def family(folder: str, dtype: str) -> dict[str, Any]:
             "chat": len(chat.outputs[0].token_ids),
             "prompt": llm.get_tokenizer().decode(chat.prompt_token_ids),
             "found": list(found.token_ids),
-            "expected": tokens(blocks),
+            "expected": tokens(blocks, weights.config.end_tokens[0]),
         }
 
 

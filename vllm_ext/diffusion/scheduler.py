@@ -103,10 +103,8 @@ class DiffusionScheduler(SchedulerInterface):
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """End requests whose client is gone or has seen enough, wherever they are."""
-        names = [request_ids] if isinstance(request_ids, str) else list(request_ids or self.requests)
-        if request_ids is not None and not isinstance(request_ids, str):
-            names = list(dict.fromkeys(request_ids))
-        ended = [request for name in names if (request := self.requests.get(name)) is not None]
+        names = self.requests if request_ids is None else [request_ids] if isinstance(request_ids, str) else request_ids
+        ended = [self.requests[name] for name in dict.fromkeys(names) if name in self.requests]
         for request in ended:
             request.status = finished_status
             self._forget(request)
@@ -141,6 +139,9 @@ class DiffusionScheduler(SchedulerInterface):
         return step
 
     def _hand_over(self) -> list[Entering]:
+        """None while the runtime has some that it has no memory for yet: who comes first may change until then."""
+        if len(self.started) < len(self.sent):
+            return []
         entering = []
         while self.waiting and len(self.sent) < self.limit:
             request = self.waiting.pop_request()

@@ -21,6 +21,7 @@ from forebay.diffusion.depth import DepthTable, find_table
 from forebay.diffusion.runtime import Runtime, RuntimeSettings
 from forebay.diffusion.transformer import Transformer
 from forebay.diffusion.weights import load
+from forebay.storage.units import format_bytes
 from forebay.vllm_ext.diffusion.config import read_config
 from forebay.vllm_ext.diffusion.driver import Driver
 from forebay.vllm_ext.diffusion.memory import available_bytes
@@ -76,7 +77,20 @@ class DiffusionWorker(WorkerBase):
             rule=server.rule,
             tau=server.tau,
         )
-        return Runtime(transformer, table, settings)
+        runtime = Runtime(transformer, table, settings)
+        self._check_longest(runtime, left - cache)
+        return runtime
+
+    def _check_longest(self, runtime: Runtime, space: int) -> None:
+        """Refuse to start where the longest request could never run."""
+        needed = self.model_config.max_model_len * runtime.bytes_per_token
+        if needed > space:
+            raise ValueError(
+                f"a request of --max-model-len {self.model_config.max_model_len} needs {format_bytes(needed)} of keys "
+                f"and values, and there are {format_bytes(space)} for requests; lower it to "
+                f"{space // runtime.bytes_per_token}, or give more memory (--gpu-memory-utilization, on CPUs "
+                f"VLLM_CPU_KVCACHE_SPACE)"
+            )
 
     def _agree(self, count: int) -> int:
         """The least of all ranks: they must admit alike."""
