@@ -186,7 +186,8 @@ class StateIO(threading.Thread):
             self._end_load(job, result) if isinstance(job, Load) else self._end_write(job, result)
         self._pool.report_health(self._engine.health())
         while self._loads:
-            self._start_load(self._loads.popleft())
+            self._start_load(self._loads[0])
+            self._loads.popleft()
         self._write_more()
         if results:
             self._note_use()
@@ -237,7 +238,8 @@ class StateIO(threading.Thread):
         if len(plans) < len(pieces):
             self.statistics.dropped += 1
             write.left = deque()
-            self.say("there is no room in the pool; make it larger")
+            out = next((device for device in self._pool.stats().devices if device.quarantined), None)
+            self.say(f"device {out.name} is out of use" if out else "there is no room in the pool; make it larger")
         write.batch = [pieces[plan.key] for plan in plans]
         if plans:
             self._engine.submit_store(self._number(write), [(plan, pieces[plan.key].memory) for plan in plans])

@@ -1,0 +1,493 @@
+"""Prefix states in a pool: found again bit for bit, and whatever goes wrong is a miss."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from forebay.diffusion.cache import PrefixCache, prefix_key
+from forebay.diffusion.prefix import PrefixStates
+from forebay.diffusion.state_format import StateFormat
+from forebay.diffusion.transformer import Transformer
+from forebay.diffusion.weights import load
+from forebay.storage.config import PoolConfig
+from forebay.storage.device.faulty import FaultyDevice
+from forebay.storage.errors import ConfigError, PoolBusyError
+from forebay.storage.lanes import open_lane
+from forebay.storage.pool import Lookup, Pool
+from forebay.vllm_ext.diffusion.states import PoolStates, namespace, rank_config
+from tests.diffusion.test_state_format import FORMATS, make, same
+
+MODEL = Path(__file__).parents[2] / "tests/assets/tinydlm-prefix"
+TRANSFORMER = Transformer(load(MODEL))
+FORM = StateFormat.of(TRANSFORMER)
+STRIPE = 16 << 10
+CAPACITY = 1 << 30
+"""Of a cache that is no limit."""
+
+
+def config(folder: Path, size: str = "32MiB", **changes: object) -> PoolConfig:
+    device = {"name": "ssd", "kind": "file", "size": size, "path": folder / "ssd.kv", "buffered": True}
+    data = {"path": folder / "pool", "stripe": STRIPE, "devices": [device], "faults": {"deadline": "5s"}, **changes}
+    return PoolConfig.model_validate(data)
+
+
+def prefix(number: int) -> torch.Tensor:
+    return torch.arange(number, number + 20 + number)
+
+
+def fresh(tokens_P: torch.Tensor, *depths: int) -> PrefixStates:
+    states = PrefixStates(tokens_P)
+    for depth in depths:
+        states.deepen(TRANSFORMER, depth)
+    return states
+
+
+class Stores:
+    """Opens stores in one folder, with devices that fail on command, and closes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.opened: list[PoolStates] = []
+        self.device: FaultyDevice
+
+    def open(self, pool: PoolConfig | None = None, form: StateFormat = FORM, name: str = "m") -> PoolStates:
+        pool = pool or config(self.folder)
+        space = namespace(MODEL, TRANSFORMER.config, form.dtype, name)
+        engine = open_lane(pool)
+        engine.devices[-1] = self.device = FaultyDevice(engine.devices[-1])
+        engine._monitors[-1].device = self.device
+        engine._poller.register(self.device.fileno())
+        self.opened.append(PoolStates(Pool.open(pool, space), engine, form))
+        return self.opened[-1]
+
+    def reopen(self, **settings: object) -> PoolStates:
+        self.close()
+        return self.open(**settings)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for store in self.opened:
+            store.close()
+        self.opened.clear()
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Stores]:
+    made = Stores(tmp_path)
+    yield made
+    made.close()
+
+
+def put(store: PoolStates, states: PrefixStates) -> None:
+    """And wait until it is written, or has failed."""
+    store.put(prefix_key(states.tokens_P), states)
+    until(lambda: store._io.waiting(prefix_key(states.tokens_P)) is None)
+
+
+def get(store: PoolStates, states: PrefixStates) -> PrefixStates | None:
+    return store.get(prefix_key(states.tokens_P), states.tokens_P)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("ram", ["1MiB", None])
+def test_bit_for_bit_after_a_restart(stores: Stores, form: StateFormat, ram: str | None) -> None:
+    """Also where the pool has memory, all of it or a part, in front of its file."""
+    pool = config(stores.folder)
+    if ram:
+        memory = {"name": "ram", "kind": "dram", "size": ram, "huge_pages": False}
+        pool = config(stores.folder, devices=[memory, pool.devices[0].model_dump()])
+    store = stores.open(pool, form)
+    all_states = [make(form, tokens, 5, [2, 4]) for tokens in (1, 37, 400)]
+    for states in all_states:
+        put(store, states)
+    for _ in range(2):
+        for states in all_states:
+            found = get(store, states)
+            assert found is not None
+            assert same(found, states)
+        before, store = store, stores.reopen(pool=pool, form=form)
+    assert before.statistics.restored == 3
+    assert before.statistics.restored_bytes == sum(states.bytes for states in all_states)
+
+
+def test_growing_writes_only_what_is_new(stores: Stores) -> None:
+    store = stores.open()
+    states = fresh(prefix(3), 1)
+    put(store, states)
+    assert store.statistics.stored == 3
+    put(store, states)
+    assert store.statistics.stored == 3
+    states.deepen(TRANSFORMER, 3)
+    states.limit = 3
+    put(store, states)
+    assert store.statistics.stored == 3 + 2 + 1 + 1
+    found = get(stores.reopen(), states)
+    assert found is not None
+    assert same(found, states)
+
+
+def test_what_waits_to_be_written_is_found(stores: Stores) -> None:
+    store = stores.open()
+    stores.device.hang(writes_only=True)
+    states = fresh(prefix(3), 2)
+    store.put(prefix_key(states.tokens_P), states)
+    found = get(store, states)
+    assert found is not None
+    assert same(found, states)
+    found.deepen(TRANSFORMER, 3)
+    assert len(states.known) == 3
+    stores.device.clear()
+
+
+def test_nothing_there(stores: Stores) -> None:
+    store = stores.open()
+    put(store, PrefixStates(prefix(1)))
+    assert get(store, PrefixStates(prefix(1))) is None
+    assert store.statistics.failed_loads == store.statistics.stored == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.bfloat16},
+        {"name": "another"},
+        {"rank": 1, "ranks": 2},
+        {"rank": 0, "ranks": 2},
+        {"config": replace(TRANSFORMER.config, rope_theta=500.0)},
+        {"config": replace(TRANSFORMER.config, positions=77)},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_namespaces_differ(changes: dict[str, object]) -> None:
+    usual = {"folder": MODEL, "config": TRANSFORMER.config, "dtype": torch.float32, "name": "m"}
+    assert namespace(**usual).fingerprint != namespace(**{**usual, **changes}).fingerprint  # type: ignore[arg-type]
+
+
+def test_another_revision_is_another_model(tmp_path: Path) -> None:
+    """One weight has changed."""
+    for name in ("config.json", "model.safetensors"):
+        content = bytearray((MODEL / name).read_bytes())
+        if name.startswith("model"):
+            content[-1] ^= 1
+        (tmp_path / name).write_bytes(content)
+    one, two = (namespace(folder, TRANSFORMER.config, torch.float32, "m") for folder in (MODEL, tmp_path))
+    assert one.fingerprint != two.fingerprint
+
+
+def test_two_models_in_one_pool(stores: Stores) -> None:
+    """Each has its own, whatever the tokens and the shapes."""
+    mine, theirs = fresh(prefix(4), 2), fresh(prefix(4), 3)
+    put(stores.open(), mine)
+    store = stores.reopen(name="another")
+    assert get(store, mine) is None
+    put(store, theirs)
+    for name, states in (("m", mine), ("another", theirs)):
+        found = get(stores.reopen(name=name), states)
+        assert found is not None
+        assert same(found, states)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_a_pool_file_by_file(tmp_path: Path, ranks: int) -> None:
+    pools = [rank_config(config(tmp_path), rank, ranks) for rank in range(ranks)]
+    stores = [PoolStates.open(pool, MODEL, TRANSFORMER) for pool in pools]
+    for store, pool in zip(stores, pools, strict=True):
+        put(store, fresh(prefix(1), 2))
+        assert pool.devices[0].size == (32 << 20) // ranks
+        store.close()
+    assert len({pool.path for pool in pools} | {pool.devices[0].path for pool in pools}) == 2 * ranks
+
+
+def test_ranks_cannot_share_a_device_of_unknown_size(tmp_path: Path) -> None:
+    device = {"name": "raw", "kind": "file", "path": tmp_path / "raw"}
+    with pytest.raises(ConfigError, match=r"device 'raw': 2 ranks cannot share .*; give a file on it"):
+        rank_config(config(tmp_path, devices=[device]), 0, 2)
+
+
+def test_a_pool_in_use(stores: Stores) -> None:
+    stores.open()
+    with pytest.raises(PoolBusyError):
+        PoolStates.open(config(stores.folder), MODEL, TRANSFORMER)
+
+
+def test_damage_is_a_miss_and_mended(stores: Stores) -> None:
+    store = stores.open()
+    states = fresh(prefix(3), 2)
+    put(store, states)
+    stores.device.corrupt()
+    store = stores.reopen(pool=config(stores.folder, verify=False))
+    assert get(store, states) is None
+    assert store.statistics.failed_loads == 1
+    put(store, states)
+    found = get(stores.reopen(), states)
+    assert found is not None
+    assert same(found, states)
+
+
+def test_a_digest_that_two_prefixes_have(stores: Stores) -> None:
+    store = stores.open()
+    states, other = fresh(prefix(3), 2), fresh(prefix(3) + 1, 2)
+    store.put(b"same", states)
+    assert store.get(b"same", other.tokens_P) is None
+    until(lambda: store._io.waiting(b"same") is None)
+    assert store.get(b"same", other.tokens_P) is None
+    assert store.get(b"same", prefix(4)) is None
+    found = store.get(b"same", states.tokens_P)
+    assert found is not None
+    assert same(found, states)
+
+
+@pytest.mark.parametrize("fault", ["fail", "short", "full", "vanish"])
+def test_errors_of_devices(stores: Stores, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    pool = config(stores.folder, faults={"deadline": "5s", "errors": 3, "probation": "0.2s"})
+    store = stores.open(pool)
+    states, more = fresh(prefix(3), 2), fresh(prefix(5), 2)
+    put(store, states)
+    {
+        "fail": lambda: stores.device.fail(errno.EIO),
+        "short": stores.device.short,
+        "full": stores.device.full,
+        "vanish": stores.device.vanish,
+    }[fault]()
+    with caplog.at_level(logging.WARNING):
+        found = get(store, states)
+        put(store, more)
+    assert (found is None) == (fault != "full")
+    assert get(store, more) is None
+    problem = "a store failed: ssd" if fault == "full" else "device ssd is out of use"
+    assert any(f"prefix states: {problem}" in record.message for record in caplog.records)
+    stores.device.clear()
+
+    def well() -> bool:
+        put(store, more)
+        again = get(store, more)
+        return again is not None and same(again, more)
+
+    until(well)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_hung_device_costs_one_deadline(stores: Stores, stuck: bool) -> None:
+    pool = config(stores.folder, faults={"deadline": "0.3s", "errors": 3, "probation": "60s"})
+    store = stores.open(pool)
+    states, more = fresh(prefix(3), 2), fresh(prefix(5), 2)
+    put(store, states)
+    stores.device.hang(stuck=stuck)
+    started = time.monotonic()
+    assert get(store, states) is None
+    assert 0.2 < time.monotonic() - started < 2
+    until(lambda: store._io._pool.stats().devices[0].quarantined)
+    started = time.monotonic()
+    store.put(prefix_key(more.tokens_P), more)
+    assert get(store, states) is None
+    assert time.monotonic() - started < 0.2
+    stores.device.clear()
+
+
+def test_putting_never_waits(stores: Stores) -> None:
+    """What is too much is dropped, however long the device takes."""
+    many = [fresh(prefix(number), 3) for number in range(10)]
+    store = stores.open(config(stores.folder, max_pending_store=3 * many[-1].bytes))
+    stores.device.hang(writes_only=True)
+    started = time.monotonic()
+    for states in many:
+        store.put(prefix_key(states.tokens_P), states)
+    assert time.monotonic() - started < 0.2
+    assert 5 <= store.statistics.dropped <= 8
+    stores.device.clear()
+    until(lambda: store._io._writing is None)
+    assert get(store, many[0]) is not None
+
+
+def test_a_store_that_breaks_is_a_store_without_anything(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = stores.open()
+    states = fresh(prefix(3), 2)
+    put(store, states)
+    monkeypatch.setattr(store._io._pool, "lookup", lambda key: 1 / 0)
+    for _ in range(3):
+        assert get(store, states) is None
+        store.put(prefix_key(states.tokens_P), states)
+    until(lambda: not store._io.is_alive())
+
+
+def test_a_pool_smaller_than_one_prefix(stores: Stores) -> None:
+    states = fresh(torch.arange(200), 3)
+    store = stores.open(config(stores.folder, size="1MiB"))
+    put(store, states)
+    found = get(store, states)
+    assert found is None or all(depth in (3,) for depth in found.states)
+    assert store.bytes <= 1 << 20
+
+
+def test_the_end_of_a_prefix_leaves_first(stores: Stores) -> None:
+    """What is evicted for others leaves the longest unused with less and less depth."""
+    store = stores.open(config(stores.folder, size="2MiB"))
+    states = fresh(torch.arange(150), 1, 2, 3)
+    put(store, states)
+    key, pool = prefix_key(states.tokens_P), store._io._pool
+    depths = []
+    for number in range(30):
+        parts = FORM.usable(lambda part: pool.lookup(key + part.name) is Lookup.READY)
+        depths.append(max((part.number for part in parts), default=0))
+        put(store, fresh(prefix(number), 1))
+    assert depths[0] == 3
+    assert depths[-1] == 0
+    assert depths == sorted(depths, reverse=True)
+    assert len(set(depths)) > 2
+
+
+def run(folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    """`child` in a process of its own."""
+    code = "import sys; from tests.vllm_ext.test_diffusion_states import child; child(*sys.argv[1:])"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(folder), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=MODEL.parents[2], env=environment)
+
+
+def child(folder: str, what: str) -> None:
+    """`once`: acquire some prefixes and say how many hits; `forever`: write one after the other, and say which."""
+    store = PoolStates.open(config(Path(folder)), MODEL, TRANSFORMER)
+    if what == "once":
+        cache = PrefixCache(TRANSFORMER, CAPACITY, store)
+        for number in range(5):
+            assert torch.equal(cache.acquire(prefix(number), 3).states[3], fresh(prefix(number), 3).states[3])
+        print(cache.statistics.hits)
+        store.close()
+    number = 0
+    while what == "forever":
+        put(store, fresh(prefix(number % 40), 1, 3))
+        print(number % 40, flush=True)
+        number += 1
+
+
+def test_restarts_find_everything(tmp_path: Path) -> None:
+    for hits in (0, 5):
+        assert run(tmp_path, "once").communicate(timeout=60)[0].split() == [str(hits)]
+
+
+def test_kill_9_while_writing(tmp_path: Path) -> None:
+    """What was reported is there, and all that is there is right."""
+    process = run(tmp_path, "forever")
+    assert process.stdout is not None
+    written = {int(process.stdout.readline()) for _ in range(13)}
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    store = PoolStates.open(config(tmp_path), MODEL, TRANSFORMER)
+    for number in range(40):
+        expected = fresh(prefix(number), 1, 3)
+        found = get(store, expected)
+        assert found is not None or number not in written
+        assert found is None or same(found, expected) or (list(found.states) == [1] and number not in written)
+    assert store.statistics.failed_loads == 0
+    store.close()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A cache before a pool, both too small, restarts, damage and faults: what a request gets is what it would have
+    computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        self.stores = Stores(Path(self.folder.name))
+        self.held: list[PrefixStates] = []
+        self.start()
+
+    def start(self) -> None:
+        faults = {"deadline": "2s", "errors": 3, "probation": "0.01s"}
+        self.store = self.stores.reopen(pool=config(self.stores.folder, size="1MiB", faults=faults))
+        self.cache = PrefixCache(TRANSFORMER, 300_000, self.store)
+
+    @rule(number=st.integers(0, 9), depth=st.integers(1, 5))
+    def come(self, number: int, depth: int) -> None:
+        states = self.cache.acquire(prefix(number), depth)
+        expected = fresh(prefix(number), depth)
+        assert torch.equal(states.tokens_P, prefix(number))
+        assert states.holds(depth, FORM.layers)
+        for mine, theirs in zip(states.known, expected.known, strict=False):
+            assert torch.equal(mine.keys, theirs.keys)
+            assert torch.equal(mine.values, theirs.values)
+        assert depth >= FORM.layers - 1 or torch.equal(states.states[depth], expected.states[depth])
+        self.held.append(states)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        self.cache.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule()
+    def settle(self) -> None:
+        until(lambda: not self.store._io._writes and self.store._io._writing is None)
+
+    @rule()
+    def restart(self) -> None:
+        self.held.clear()
+        self.start()
+
+    @rule()
+    def damage(self) -> None:
+        self.settle()
+        self.stores.device.corrupt()
+
+    @rule(count=st.integers(1, 4), every=st.integers(1, 5))
+    def fail(self, count: int, every: int) -> None:
+        self.stores.device.fail(errno.EIO, count=count, every=every)
+
+    @invariant()
+    def bounded(self) -> None:
+        assert self.store.bytes <= 1 << 20
+        assert not self.store._io.broken
+
+    def teardown(self) -> None:
+        self.stores.close()
+        self.folder.cleanup()
+
+
+TestCacheOnAPool = CacheMachine.TestCase
+TestCacheOnAPool.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+
+
+class _Ranks:
+    """What `Transformer.average` returns where the other rank has something else."""
+
+    def __init__(self, other: list[float]) -> None:
+        self.other = other
+
+    def average(self, values: list[float]) -> list[float]:
+        other = self.other if len(values) > 1 else [0.0]
+        return [(one + two) / 2 for one, two in zip(values, other, strict=True)]
+
+
+@pytest.mark.parametrize("other", [[-1.0] * 8, [4.0, -1.0, 0, 0, 0, 1.0, 0, 0]])
+def test_ranks_that_have_not_the_same_compute(
+    stores: Stores, other: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one rank would wait for a sum that the other takes no part in."""
+    store = stores.open()
+    put(store, fresh(prefix(3), 2))
+    cache = PrefixCache(TRANSFORMER, CAPACITY, store)
+    monkeypatch.setattr(TRANSFORMER, "average", _Ranks(other).average)
+    cache.acquire(prefix(3), 2)
+    assert (cache.statistics.misses, cache.statistics.restored) == (1, 0)
