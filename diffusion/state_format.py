@@ -12,6 +12,8 @@ Shape letters: P prefix tokens, K key and value heads (of this process), S head 
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -200,7 +202,16 @@ def _allocate_bodies(
 
 
 def _pages(size: int, pinned: bool = False) -> Tensor:
-    """So many bytes that begin on a page."""
-    room = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
-    first = -room.data_ptr() % PAGE
-    return room[first : first + size]
+    """So many bytes that begin on a page.
+
+    On huge pages where there are any, and touched before a device reads into them: that doubled the speed of a file.
+    """
+    if pinned:
+        padded = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True)
+        return padded[-padded.data_ptr() % PAGE :][:size]
+    room = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        room.madvise(mmap.MADV_HUGEPAGE)
+    found = torch.frombuffer(room, dtype=torch.uint8)
+    found[::PAGE] = 0
+    return found[:size]
