@@ -118,18 +118,12 @@ class StateFormat:
         found += [Part("layer", number) for number in range(layers)]
         return found + [Part("state", number) for number in states]
 
-    def blank(self, tokens_P: Tensor, parts: Sequence[Part], pinned: bool = False) -> Blank:
-        """Memory for pieces that are to be read.
-
-        Args:
-            tokens_P: the prefix, in host memory.
-            parts: which pieces.
-            pinned: whether the memory is for copies to an accelerator.
-        """
+    def blank(self, tokens_P: Tensor, parts: Sequence[Part]) -> Blank:
+        """Host memory for pieces that are to be read."""
         shapes = [self._shapes(part, len(tokens_P)) for part in parts]
         expected = [self.header(tokens_P, part) for part in parts]
         headers = _allocate(expected, fill=False)
-        bodies = _allocate_bodies(shapes, self.dtype, pinned)
+        bodies = _allocate_bodies(shapes, self.dtype)
         pieces = [Piece(*one) for one in zip(parts, headers, bodies, strict=True)]
         return Blank(tokens_P, pieces, expected)
 
@@ -181,9 +175,7 @@ def _allocate(contents: Sequence[bytes], fill: bool = True) -> list[Tensor]:
     return found
 
 
-def _allocate_bodies(
-    shapes: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype, pinned: bool
-) -> list[tuple[Tensor, ...]]:
+def _allocate_bodies(shapes: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
     """All of one allocation; each piece begins on a page, its tensors follow each other without a gap if they can."""
     offset, places = 0, []
     for body in shapes:
@@ -192,7 +184,7 @@ def _allocate_bodies(
             offset += -offset % ALIGNMENT
             places.append(offset)
             offset += torch.Size(shape).numel() * dtype.itemsize
-    room, following = _pages(offset, pinned), iter(places)
+    room, following = _pages(offset), iter(places)
 
     def take(shape: tuple[int, ...]) -> Tensor:
         first = next(following)
@@ -201,14 +193,11 @@ def _allocate_bodies(
     return [tuple(take(shape) for shape in body) for body in shapes]
 
 
-def _pages(size: int, pinned: bool = False) -> Tensor:
+def _pages(size: int) -> Tensor:
     """So many bytes that begin on a page.
 
     On huge pages where there are any, and touched before a device reads into them: that doubled the speed of a file.
     """
-    if pinned:
-        padded = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True)
-        return padded[-padded.data_ptr() % PAGE :][:size]
     room = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         room.madvise(mmap.MADV_HUGEPAGE)

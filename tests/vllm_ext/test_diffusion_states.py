@@ -58,6 +58,14 @@ def fresh(tokens_P: torch.Tensor, *depths: int) -> PrefixStates:
     return states
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Stores:
     """Opens stores in one folder, with devices that fail on command, and closes them."""
 

@@ -1,7 +1,7 @@
 """The thread that owns a pool of prefix states: it alone speaks to the index and to the devices.
 
 Reads start at once. Writes wait for each other, a few pieces at a time, so that what is on its way stays small beside
-what the pool lets wait, and so that memory which an accelerator's states pass through does too. Imports no vLLM.
+what the pool lets wait, and so does the host memory that an accelerator's states pass through. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Load:
     key: bytes
     tokens_P: Tensor
     """In host memory."""
-    pinned: bool
     done: threading.Event = field(default_factory=threading.Event)
     blank: Blank | None = None
     """What was read; None where it is not there or could not be."""
@@ -199,7 +198,7 @@ class StateIO(threading.Thread):
             load.end()
             return
         try:
-            load.blank = self._form.blank(load.tokens_P, parts, load.pinned)
+            load.blank = self._form.blank(load.tokens_P, parts)
         except RuntimeError as error:  # what PyTorch raises where there is no memory
             load.end(str(error))
             return

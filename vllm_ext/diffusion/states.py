@@ -34,8 +34,9 @@ class PoolStates:
     runtime = Runtime(transformer, table, settings, store)
     ```
 
-    `put` returns at once. `get` waits for the devices, for `faults.deadline` of the pool at most. Whatever goes wrong
-    with a device is a miss and a line in the log.
+    `put` returns at once; what waits to be written stays in memory, `max_pending_store` of the pool at most. `get`
+    waits for the devices, for `faults.deadline` at most. Whatever goes wrong with a device is a miss and a line in the
+    log.
     """
 
     @classmethod
@@ -87,7 +88,7 @@ class PoolStates:
         if waiting is not None:
             return _copy(waiting, tokens_P) if torch.equal(waiting.tokens_P, tokens_P.cpu()) else None
         started = time.monotonic()
-        load = Load(key, tokens_P.cpu(), pinned=tokens_P.is_cuda)
+        load = Load(key, tokens_P.cpu())
         self._io.load(load)
         if not load.done.wait(self._faults.deadline):
             self._failed(f"no answer within {self._faults.deadline:g} s")
