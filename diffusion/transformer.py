@@ -2,7 +2,7 @@
 
 A request brings the rows that are to be computed, and for the positions that are not, keys and values from before. As
 attention has no direction and keys carry their positions (RoPE is applied before they are kept), keys may be in any
-order. Linear layers see the rows of all requests together, attention those of one request at a time.
+order. Linear layers see the rows of all requests together, attention those of one request or of those who share keys.
 
 The rows of a shared prefix may join late: until layer b a request computes its own rows against the prefix's cached
 keys and values, at layer b the prefix's state after layer b - 1 is put in front, and from then on its rows are computed
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forebay.diffusion.attention import Asked, Attention, KeyValues, attend
+from forebay.diffusion.attention import Asked, Attention, KeyValues, attend, attend_varlen
 from forebay.diffusion.weights import LayerWeights, ModelWeights
 
 
@@ -158,18 +158,19 @@ class Transformer:
         weights: all of one type on one device.
         reduce: sums a tensor over the processes that each hold a part of every layer (tensor parallelism), in place;
             None where this process holds all.
-        attention: how rows attend.
+        attention: how rows attend; by what suits the device and the type where it is None.
     """
 
     def __init__(
         self,
         weights: ModelWeights,
         reduce: Callable[[Tensor], Tensor] | None = None,
-        attention: Attention = attend,
+        attention: Attention | None = None,
     ) -> None:
         self.weights = weights
         self.config = weights.config
-        self.attention = attention
+        flash = weights.norm_D.is_cuda and weights.norm_D.dtype in (torch.float16, torch.bfloat16)
+        self.attention = attention or (attend_varlen if flash else attend)
         self._reduce = reduce
         size, positions, device = self.config.head_size, self.config.positions, weights.norm_D.device
         self._heads = weights.layers[0].attention_output.shape[1] // size

@@ -1,5 +1,7 @@
 """The weights of a diffusion language model, as the forward pass takes them, read from a Hugging Face folder.
 
+A process may hold a part of every layer only (tensor parallelism, as in Megatron-LM, arXiv 1909.08053).
+
 Shape letters: V vocabulary, D model dimension, I intermediate size, Q query heads, K key and value heads, S head size.
 """
 
@@ -71,13 +73,47 @@ def read_config(folder: Path) -> tuple[Family, DiffusionConfig]:
         raise ModelError(f"{path} has no {error.args[0]}, which a {family.name} diffusion model needs") from None
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> ModelWeights:
-    """Read a model.
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of every layer that one process of a tensor-parallel group holds.
+
+    Heads and the MLP's columns are dealt out; embedding, norms and the output layer are whole everywhere.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def check(self, config: DiffusionConfig) -> None:
+        """Whether a model can be dealt out.
+
+        Raises:
+            ModelError: it has numbers that the size does not divide.
+        """
+        counts = {"heads": config.heads, "key and value heads": config.kv_heads, "MLP columns": config.intermediate}
+        for name, count in counts.items():
+            if count % self.size:
+                raise ModelError(f"tensor parallel size {self.size} does not divide the model's {count} {name}")
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """Of a matrix whose outputs are dealt out, or of its bias."""
+        return weight.chunk(self.size)[self.rank]
+
+    def columns(self, weight: Tensor) -> Tensor:
+        """Of a matrix whose inputs are dealt out: the results of all processes are to be summed."""
+        return weight.chunk(self.size, 1)[self.rank].contiguous()
+
+
+WHOLE = Shard()
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", shard: Shard = WHOLE) -> ModelWeights:
+    """Read a model, or the part of it that one process holds.
 
     Raises:
-        ModelError: the folder is incomplete, damaged, or holds another kind of model.
+        ModelError: the folder is incomplete, damaged, or holds another kind of model, or cannot be dealt out so.
     """
     family, config = read_config(folder)
+    shard.check(config)
     with ExitStack() as files:
         get = _reader(folder, files)
 
@@ -85,22 +121,28 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") 
             return get(f"{name}.{part}").to(device, dtype)
 
         embedding = weight(family.embedding)
-        layers = [_layer(family, config, number, weight) for number in range(config.layers)]
+        layers = [_layer(family, config, number, weight, shard) for number in range(config.layers)]
         output = embedding if config.tied else weight(family.output)
         return ModelWeights(config, embedding, layers, weight(family.norm), output)
 
 
-def _layer(family: Family, config: DiffusionConfig, number: int, weight: Callable[..., Tensor]) -> LayerWeights:
+def _layer(
+    family: Family, config: DiffusionConfig, number: int, weight: Callable[..., Tensor], shard: Shard
+) -> LayerWeights:
     names = {part: f"{family.layer.format(layer=number)}.{name}" for part, name in family.parts.items()}
-    qkv = [names[part] for part in ("query", "key", "value")]
+
+    def rows(parts: tuple[str, ...], kind: str = "weight") -> Tensor:
+        return torch.cat([shard.rows(weight(names[part], kind)) for part in parts])
+
+    qkv = ("query", "key", "value")
     return LayerWeights(
         attention_norm_D=weight(names["attention_norm"]),
-        qkv=torch.cat([weight(name) for name in qkv]),
-        qkv_bias=torch.cat([weight(name, "bias") for name in qkv]) if config.qkv_bias else None,
-        attention_output=weight(names["attention_output"]),
+        qkv=rows(qkv),
+        qkv_bias=rows(qkv, "bias") if config.qkv_bias else None,
+        attention_output=shard.columns(weight(names["attention_output"])),
         mlp_norm_D=weight(names["mlp_norm"]),
-        gate_up=torch.cat([weight(names["gate"]), weight(names["up"])]),
-        down_DI=weight(names["down"]),
+        gate_up=rows(("gate", "up")),
+        down_DI=shard.columns(weight(names["down"])),
     )
 
 
