@@ -4,58 +4,22 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.diffusion.cache import PrefixCache, prefix_key
+from forebay.diffusion.cache import prefix_key
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.state_format import StateFormat
-from forebay.diffusion.transformer import Transformer
-from forebay.diffusion.weights import load
-from forebay.storage.config import PoolConfig
-from forebay.storage.device.faulty import FaultyDevice
 from forebay.storage.errors import ConfigError, PoolBusyError
-from forebay.storage.lanes import open_lane
-from forebay.storage.pool import Lookup, Pool
+from forebay.storage.pool import Lookup
 from forebay.vllm_ext.diffusion.states import PoolStates, namespace, rank_config
 from tests.diffusion.test_state_format import FORMATS, make, same
-
-MODEL = Path(__file__).parents[2] / "tests/assets/tinydlm-prefix"
-TRANSFORMER = Transformer(load(MODEL))
-FORM = StateFormat.of(TRANSFORMER)
-STRIPE = 16 << 10
-CAPACITY = 1 << 30
-"""Of a cache that is no limit."""
-
-
-def config(folder: Path, size: str = "32MiB", **changes: object) -> PoolConfig:
-    device = {"name": "ssd", "kind": "file", "size": size, "path": folder / "ssd.kv", "buffered": True}
-    data = {"path": folder / "pool", "stripe": STRIPE, "devices": [device], "faults": {"deadline": "5s"}, **changes}
-    return PoolConfig.model_validate(data)
-
-
-def prefix(number: int) -> torch.Tensor:
-    return torch.arange(number, number + 20 + number)
-
-
-def fresh(tokens_P: torch.Tensor, *depths: int) -> PrefixStates:
-    states = PrefixStates(tokens_P)
-    for depth in depths:
-        states.deepen(TRANSFORMER, depth)
-    return states
+from tests.vllm_ext.statekit import FORM, MODEL, TRANSFORMER, Stores, config, fresh, get, prefix, put, until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,56 +30,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Stores:
-    """Opens stores in one folder, with devices that fail on command, and closes them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.opened: list[PoolStates] = []
-        self.device: FaultyDevice
-
-    def open(self, pool: PoolConfig | None = None, form: StateFormat = FORM, name: str = "m") -> PoolStates:
-        pool = pool or config(self.folder)
-        space = namespace(MODEL, TRANSFORMER.config, form.dtype, name)
-        engine = open_lane(pool)
-        engine.devices[-1] = self.device = FaultyDevice(engine.devices[-1])
-        engine._monitors[-1].device = self.device
-        engine._poller.register(self.device.fileno())
-        self.opened.append(PoolStates(Pool.open(pool, space), engine, form))
-        return self.opened[-1]
-
-    def reopen(self, **settings: object) -> PoolStates:
-        self.close()
-        return self.open(**settings)  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        for store in self.opened:
-            store.close()
-        self.opened.clear()
-
-
 @pytest.fixture
 def stores(tmp_path: Path) -> Iterator[Stores]:
     made = Stores(tmp_path)
     yield made
     made.close()
-
-
-def put(store: PoolStates, states: PrefixStates) -> None:
-    """And wait until it is written, or has failed."""
-    store.put(prefix_key(states.tokens_P), states)
-    until(lambda: store._io.waiting(prefix_key(states.tokens_P)) is None)
-
-
-def get(store: PoolStates, states: PrefixStates) -> PrefixStates | None:
-    return store.get(prefix_key(states.tokens_P), states.tokens_P)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -364,138 +283,3 @@ def test_the_end_of_a_prefix_leaves_first(stores: Stores) -> None:
     assert depths[-1] == 0
     assert depths == sorted(depths, reverse=True)
     assert len(set(depths)) > 2
-
-
-def run(folder: Path, *arguments: object) -> subprocess.Popen[str]:
-    """`child` in a process of its own."""
-    code = "import sys; from tests.vllm_ext.test_diffusion_states import child; child(*sys.argv[1:])"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, str(folder), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=MODEL.parents[2], env=environment)
-
-
-def child(folder: str, what: str) -> None:
-    """`once`: acquire some prefixes and say how many hits; `forever`: write one after the other, and say which."""
-    store = PoolStates.open(config(Path(folder)), MODEL, TRANSFORMER)
-    if what == "once":
-        cache = PrefixCache(TRANSFORMER, CAPACITY, store)
-        for number in range(5):
-            assert torch.equal(cache.acquire(prefix(number), 3).states[3], fresh(prefix(number), 3).states[3])
-        print(cache.statistics.hits)
-        store.close()
-    number = 0
-    while what == "forever":
-        put(store, fresh(prefix(number % 40), 1, 3))
-        print(number % 40, flush=True)
-        number += 1
-
-
-def test_restarts_find_everything(tmp_path: Path) -> None:
-    for hits in (0, 5):
-        assert run(tmp_path, "once").communicate(timeout=60)[0].split() == [str(hits)]
-
-
-def test_kill_9_while_writing(tmp_path: Path) -> None:
-    """What was reported is there, and all that is there is right."""
-    process = run(tmp_path, "forever")
-    assert process.stdout is not None
-    written = {int(process.stdout.readline()) for _ in range(13)}
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    store = PoolStates.open(config(tmp_path), MODEL, TRANSFORMER)
-    for number in range(40):
-        expected = fresh(prefix(number), 1, 3)
-        found = get(store, expected)
-        assert found is not None or number not in written
-        assert found is None or same(found, expected) or (list(found.states) == [1] and number not in written)
-    assert store.statistics.failed_loads == 0
-    store.close()
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """A cache before a pool, both too small, restarts, damage and faults: what a request gets is what it would have
-    computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-        self.stores = Stores(Path(self.folder.name))
-        self.held: list[PrefixStates] = []
-        self.start()
-
-    def start(self) -> None:
-        faults = {"deadline": "2s", "errors": 3, "probation": "0.01s"}
-        self.store = self.stores.reopen(pool=config(self.stores.folder, size="1MiB", faults=faults))
-        self.cache = PrefixCache(TRANSFORMER, 300_000, self.store)
-
-    @rule(number=st.integers(0, 9), depth=st.integers(1, 5))
-    def come(self, number: int, depth: int) -> None:
-        states = self.cache.acquire(prefix(number), depth)
-        expected = fresh(prefix(number), depth)
-        assert torch.equal(states.tokens_P, prefix(number))
-        assert states.holds(depth, FORM.layers)
-        for mine, theirs in zip(states.known, expected.known, strict=False):
-            assert torch.equal(mine.keys, theirs.keys)
-            assert torch.equal(mine.values, theirs.values)
-        assert depth >= FORM.layers - 1 or torch.equal(states.states[depth], expected.states[depth])
-        self.held.append(states)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def go(self, data: st.DataObject) -> None:
-        self.cache.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
-
-    @rule()
-    def settle(self) -> None:
-        until(lambda: not self.store._io._writes and self.store._io._writing is None)
-
-    @rule()
-    def restart(self) -> None:
-        self.held.clear()
-        self.start()
-
-    @rule()
-    def damage(self) -> None:
-        self.settle()
-        self.stores.device.corrupt()
-
-    @rule(count=st.integers(1, 4), every=st.integers(1, 5))
-    def fail(self, count: int, every: int) -> None:
-        self.stores.device.fail(errno.EIO, count=count, every=every)
-
-    @invariant()
-    def bounded(self) -> None:
-        assert self.store.bytes <= 1 << 20
-        assert not self.store._io.broken
-
-    def teardown(self) -> None:
-        self.stores.close()
-        self.folder.cleanup()
-
-
-TestCacheOnAPool = CacheMachine.TestCase
-TestCacheOnAPool.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
-
-
-class _Ranks:
-    """What `Transformer.average` returns where the other rank has something else."""
-
-    def __init__(self, other: list[float]) -> None:
-        self.other = other
-
-    def average(self, values: list[float]) -> list[float]:
-        other = self.other if len(values) > 1 else [0.0]
-        return [(one + two) / 2 for one, two in zip(values, other, strict=True)]
-
-
-@pytest.mark.parametrize("other", [[-1.0] * 8, [4.0, -1.0, 0, 0, 0, 1.0, 0, 0]])
-def test_ranks_that_have_not_the_same_compute(
-    stores: Stores, other: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else one rank would wait for a sum that the other takes no part in."""
-    store = stores.open()
-    put(store, fresh(prefix(3), 2))
-    cache = PrefixCache(TRANSFORMER, CAPACITY, store)
-    monkeypatch.setattr(TRANSFORMER, "average", _Ranks(other).average)
-    cache.acquire(prefix(3), 2)
-    assert (cache.statistics.misses, cache.statistics.restored) == (1, 0)
