@@ -150,8 +150,8 @@ def test_prefixes_that_are_found_may_be_used(transformer: Transformer, prompt: t
 
 
 def test_gaps_in_text_are_filled_as_well_with_reuse(transformer: Transformer, items: list[Gaps]) -> None:
-    """Better than the most frequent token by far (.156 against .05). This model's prefixes drift little, so depth costs next to nothing:
-    that reuse may also ruin answers is what `test_decoding` shows with another one."""
+    """Better than the most frequent token by far (.156 against .05). This model's prefixes drift little, so depth costs
+    next to nothing: that reuse may also ruin answers is what `test_decoding` shows with another one."""
     truth = torch.cat([item.text_N[item.gaps] for item in items])
     without, bicache, ordinary = (fill(transformer, items, depth).argmax(-1) for depth in (0, 1, LAYERS))
 
