@@ -42,6 +42,13 @@ class Document(NamedTuple):
     """Text and question as the model expects them: in its chat template when it has one."""
 
 
+def manual() -> str:
+    """All chapters of the interpreter's manual."""
+    import pydoc_data.topics as found
+
+    return "\n\n".join(text for _, text in sorted(found.topics.items()))
+
+
 def long_documents(model: Path, count: int, *, min_tokens: int = 4000, max_tokens: int = 7000) -> list[Document]:
     """Different documents that share no prefix beyond the chat template's.
 

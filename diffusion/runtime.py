@@ -19,6 +19,7 @@ from forebay.diffusion.depth import TAU, DepthTable, Rule
 from forebay.diffusion.errors import DiffusionError
 from forebay.diffusion.logprobs import Logprobs
 from forebay.diffusion.prefix import PrefixStates
+from forebay.diffusion.prefixes import PrefixFinder
 from forebay.diffusion.transformer import Transformer
 
 
@@ -95,6 +96,7 @@ class Runtime:
         table: how deep a prefix may be reused; None reuses none.
         settings: limits.
         store: where states of prefixes outlive the process.
+        finder: finds prefixes that nobody names; one without markers of chats where it is None.
     """
 
     def __init__(
@@ -103,24 +105,26 @@ class Runtime:
         table: DepthTable | None,
         settings: RuntimeSettings | None = None,
         store: StateStore | None = None,
+        finder: PrefixFinder | None = None,
     ) -> None:
         self.transformer = transformer
         self.table = table
         self.settings = settings or RuntimeSettings()
         self.cache = PrefixCache(transformer, self.settings.cache_bytes, store)
+        self.finder = finder or PrefixFinder(shifted=transformer.config.shifted)
         self.statistics = RuntimeStatistics()
         self.waiting: deque[Running] = deque()
         self.running: deque[Running] = deque()
         """In the order in which they get into a pass."""
 
-    def submit(self, name: str, prompt_N: Tensor, settings: DecodingSettings, prefix: int = 0) -> None:
+    def submit(self, name: str, prompt_N: Tensor, settings: DecodingSettings, prefix: int | None = None) -> None:
         """Queue a request.
 
         Args:
             name: of the request, in what `step` returns.
             prompt_N: all of its prompt.
             settings: how it is answered.
-            prefix: how many of its first tokens others share.
+            prefix: how many of its first tokens others share; None finds out.
 
         Raises:
             DiffusionError: it is longer than the model's positions, or its prefix longer than its prompt, or it needs
@@ -132,14 +136,15 @@ class Runtime:
                 f"{len(prompt_N)} prompt tokens and {settings.length} to generate are {total}; the model has "
                 f"{limit} positions"
             )
-        if not 0 <= prefix <= len(prompt_N):
+        if not 0 <= (prefix or 0) <= len(prompt_N):
             raise DiffusionError(f"a prefix of {prefix} tokens in a prompt of {len(prompt_N)}")
-        if self.transformer.config.shifted:
-            prefix = max(0, min(prefix, len(prompt_N) - 1))
+        if self.transformer.config.shifted and not len(prompt_N):
+            raise DiffusionError("the prompt is empty; this model needs a token before the answer")
         needed, space = total * self.bytes_per_token, self.settings.request_bytes
         if space is not None and needed > space:
             raise DiffusionError(f"{total} tokens need {needed} bytes of keys and values; there are {space} for all")
-        self.waiting.append(Running(name, prompt_N, prefix, settings, needed))
+        found = self.finder.find(prompt_N.cpu().numpy(), prefix) if self.table and not settings.exact else 0
+        self.waiting.append(Running(name, prompt_N, found, settings, needed))
 
     def abort(self, name: str) -> None:
         """Forget a request, wherever it is."""
@@ -156,8 +161,8 @@ class Runtime:
     def bytes_per_token(self) -> int:
         """Keys and values of all layers in this process."""
         layers = self.transformer.weights.layers
-        pairs: int = layers[0].qkv.shape[0] - layers[0].attention_output.shape[1]
-        return pairs * layers[0].qkv.element_size() * len(layers)
+        pairs = layers[0].qkv.shape[0] - layers[0].attention_output.shape[1]
+        return int(pairs * layers[0].qkv.element_size() * len(layers))
 
     def step(self) -> list[Block]:
         """One pass over the requests that fit into it; the blocks that it finished."""
@@ -200,7 +205,7 @@ class Runtime:
     def _enter(self, one: Running) -> None:
         prefix_P, rest_N = one.prompt_N[: one.prefix], one.prompt_N[one.prefix :]
         depth, audit = 0, False
-        if self.table and one.prefix and not one.settings.exact:
+        if self.table and one.prefix:
             depth = self.table.depth(one.prefix, len(one.prompt_N), one.settings.length, self.settings.rule)
             one.states = self.cache.acquire(prefix_P, depth)
             depth = depth if one.states.limit is None else min(depth, one.states.limit)

@@ -16,6 +16,7 @@ from typing import Any
 
 from forebay.bench.moe.quality import MODEL
 from forebay.bench.suite import Context, Measurement
+from forebay.bench.texts import manual
 from forebay.compression.layer import Options
 from forebay.compression.restore import CompressedFolder
 from forebay.compression.run import Settings, compress
@@ -65,10 +66,8 @@ def measure(context: Context) -> Measurement:
 
 
 def _text(folder: Path) -> Path:
-    import pydoc_data.topics as manual
-
     path = folder / "manual.txt"
-    path.write_text("\n\n".join(text for _, text in sorted(manual.topics.items())))
+    path.write_text(manual())
     return path
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forebay.bench.dlm.shape import llada_shape, random_weights
 from forebay.diffusion.decoding import DecodingSettings
 from forebay.diffusion.depth import DepthTable
 from forebay.diffusion.errors import DiffusionError
@@ -111,3 +112,73 @@ def test_no_table_is_no_reuse(transformer: Transformer) -> None:
 def test_requests_that_cannot_be(transformer: Transformer, prompt: int, length: int, prefix: int, message: str) -> None:
     with pytest.raises(DiffusionError, match=message):
         runtime(transformer).submit("a", tokens(prompt, 0), DecodingSettings(length=length), prefix)
+
+
+def test_prefixes_are_found_without_being_named(transformer: Transformer) -> None:
+    mine = runtime(transformer)
+    shared = tokens(90, 0)
+    for number in range(4):
+        mine.submit(str(number), torch.cat([shared, tokens(10, 60 + number)]), settings(0))
+        drive(mine)
+    assert mine.statistics.depths == {0: 1, 2: 3}
+    assert (mine.cache.statistics.hits, mine.cache.statistics.misses) == (2, 1)
+
+
+def test_a_pass_has_a_limited_number_of_rows(transformer: Transformer) -> None:
+    """Refreshes come one after another, and the answers are the same as without a limit."""
+    found = {}
+    for rows in (10_000, 60):
+        mine = runtime(transformer, rows=rows)
+        for number in range(6):
+            submit(mine, number)
+        weights, blocks = [], []
+        while not mine.idle:
+            mine._admit()
+            before = {one.name: one.request.weight for one in mine.running if one.request}
+            passes = {one.name: one.request.passes.counts.passes for one in mine.running if one.request}
+            held = list(mine.running)
+            blocks += mine.step()
+            went = [one for one in held if one.request and one.request.passes.counts.passes > passes[one.name]]
+            weights.append(sum(before[one.name] for one in went))
+            assert went
+        found[rows] = answers(blocks)
+        assert max(weights) <= rows
+    assert found[60] == found[10_000]
+
+
+def test_memory_decides_who_runs(transformer: Transformer) -> None:
+    mine = runtime(transformer, request_bytes=2 * 50 * 192 * 2 * 6 * 4)
+    for number in range(4):
+        submit(mine, number)
+        assert mine.waiting[-1].bytes == (30 + 4 + number + 5 + 3 * number) * 192 * 2 * 6 * 4
+    mine.step()
+    assert len(mine.running) == 2
+    assert answers(drive(mine)).keys() <= {"0", "1", "2", "3"}
+    with pytest.raises(DiffusionError, match=r"120 tokens need \d+ bytes of keys and values; there are \d+ for all"):
+        mine.submit("long", tokens(100, 0), DecodingSettings(length=20))
+
+
+def test_an_audit_lowers_the_depth_for_those_who_follow(transformer: Transformer) -> None:
+    mine = runtime(transformer, audit=2, tau=0.99999)
+    for number in range(4):
+        submit(mine, 2 * number)
+        drive(mine)
+    assert mine.statistics.interventions == 1
+    assert mine.statistics.audits == 2
+    assert mine.statistics.depths == {1: 4}
+
+
+def test_ten_thousand_requests_take_no_more_memory() -> None:
+    """Of anything that the runtime remembers."""
+    small = Transformer(random_weights(llada_shape(layers=2, hidden=8, intermediate=8, heads=1, vocabulary=5000)))
+    mine = Runtime(small, DepthTable({0: 1}, 2, "test"), RuntimeSettings(cache_bytes=1 << 16, batch=100, audit=0))
+    one = DecodingSettings(length=1, steps=1, block=1)
+    sizes = []
+    for number in range(10_000):
+        mine.submit(str(number), torch.tensor([5 + number // 5, 7, 8]), one, prefix=2)
+        if number % 100 == 99:
+            drive(mine)
+            sizes.append((len(mine.cache), mine.cache.bytes, len(mine.finder.known)))
+    assert mine.statistics.tokens == 10_000
+    assert max(sizes[50:]) == max(sizes[10:50])
+    assert all(held <= 1 << 16 for _, held, _ in sizes)
