@@ -115,16 +115,20 @@ def _is_diffusion(config: dict[str, object]) -> bool:
 
 def _check_diffusion(folder: Path, options: Sequence[str]) -> None:
     from forebay.diffusion.errors import DiffusionError
-    from forebay.diffusion.weights import read_config
+    from forebay.diffusion.weights import Shard, read_config
     from forebay.vllm_ext.diffusion.config import read_config as read_serving
     from forebay.vllm_ext.diffusion.engine import EngineSettings
 
     try:
-        read_config(folder)
-        EngineSettings.of_command_line(options).check()
-        read_serving(_json_option(options, "--additional-config"))
+        _, config = read_config(folder)
+        engine = EngineSettings.of_command_line(options)
+        engine.check()
+        Shard(size=engine.tensor_parallel_size).check(config)
+        serving = read_serving(_json_option(options, "--additional-config"))
     except DiffusionError as error:
         raise SystemExit(f"forebay: {error}") from None
+    if serving.pool is not None:
+        _check_pool(serving.model_dump(mode="json"))
 
 
 def _check_pool(extra: dict[str, object]) -> None:

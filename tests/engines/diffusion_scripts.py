@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -52,9 +53,10 @@ def engine(model: Path | str, **arguments: Any) -> Iterator[Any]:
 
 
 def ask(llm: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
-    """Completions of prompts, greedy unless said otherwise."""
+    """Completions of prompts, greedy and without reuse across requests unless said otherwise."""
     from vllm import SamplingParams
 
+    options["extra_args"] = {"prefix": 0, **options.get("extra_args", {})}
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **options})
     found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [one.outputs[0] for one in found]
@@ -203,6 +205,11 @@ def prefixes(llm: Any) -> dict[str, Any]:
         cached.append(llm.generate(ids, params, use_tqdm=False)[0].num_cached_tokens)
         if len(cached) == 2:
             llm.reset_prefix_cache()
+    automatic = []
+    for question in ([7, 8], [8, 9], [9, 10]):
+        ids = {"prompt_token_ids": other.prefix + question}
+        found = llm.generate(ids, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        automatic.append(found[0].num_cached_tokens)
     exact = llm.generate(
         {"prompt_token_ids": item.prefix + item.question},
         SamplingParams(temperature=0, max_tokens=8, extra_args={"prefix": len(item.prefix), "exact": True}),
@@ -216,7 +223,13 @@ def prefixes(llm: Any) -> dict[str, Any]:
         for sample in metric.samples
         if sample.name.startswith(("forebay:dlm", "vllm:prefix_cache"))
     }
-    return {"prefix": len(item.prefix), "cached": cached, "exact": exact[0].num_cached_tokens, "metrics": shown}
+    return {
+        "prefix": len(item.prefix),
+        "cached": cached,
+        "automatic": automatic,
+        "exact": exact[0].num_cached_tokens,
+        "metrics": shown,
+    }
 
 
 def refusals(llm: Any) -> dict[str, str]:
@@ -248,6 +261,27 @@ def one_engine() -> dict[str, Any]:
     """Everything that one engine can answer."""
     with engine(TINY) as llm:
         return {check.__name__: check(llm) for check in CHECKS}
+
+
+def two_ranks(pool: dict[str, Any]) -> dict[str, Any]:
+    """Answers with tensor parallelism, and with states of prefixes from the pool and from memory."""
+    from vllm import SamplingParams
+
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    item, other = legends(TINY, 2, seed=8)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, extra_args={"prefix": len(item.prefix)})
+    cached = []
+    with engine(TINY, tensor_parallel_size=2, additional_config={"forebay": {"pool": pool}}) as llm:
+        found = [list(one.token_ids) for one in ask(llm, PROMPTS)]
+        sampled = [list(one.token_ids) for one in ask(llm, [TEXT], temperature=1.5, seed=7, max_tokens=32)]
+        for question in (item.question, other.question, item.question):
+            ids = {"prompt_token_ids": item.prefix + question}
+            cached.append(llm.generate(ids, params, use_tqdm=False)[0].num_cached_tokens)
+            if len(cached) == 2:
+                llm.reset_prefix_cache()
+    expected = [tokens(blocks) for blocks in bare(PROMPTS)]
+    expected_sampled = [tokens(bare([TEXT], length=32, steps=16, temperature=1.5, seed=7)[0])]
+    return {"pairs": [[found, expected], [sampled, expected_sampled]], "cached": cached, "prefix": len(item.prefix)}
 
 
 def family(folder: str, dtype: str) -> dict[str, Any]:
@@ -287,7 +321,9 @@ def configurations(folders: dict[str, str], arguments: list[dict[str, Any]]) -> 
     return {"classes": {name: classes(folder) for name, folder in folders.items()}, "refused": refused}
 
 
-SCRIPTS: dict[str, Callable[..., Any]] = {script.__name__: script for script in (one_engine, family, configurations)}
+SCRIPTS: dict[str, Callable[..., Any]] = {
+    script.__name__: script for script in (one_engine, two_ranks, family, configurations)
+}
 
 if __name__ == "__main__":
     print("RESULT", json.dumps(SCRIPTS[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)

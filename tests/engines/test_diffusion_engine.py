@@ -113,6 +113,7 @@ def test_prefixes_are_reused_and_counted(found: dict[str, Any]) -> None:
     prefixes = found["prefixes"]
     size, shown = prefixes["prefix"], prefixes["metrics"]
     assert prefixes["cached"] == [0, size, 0], "miss, hit, miss after a reset"
+    assert prefixes["automatic"] == [0, 0, size], "nobody can know at the first, the second computes, the third finds"
     assert prefixes["exact"] == 0
     assert shown["vllm:prefix_cache_hits_total"] >= size
     assert shown["forebay:dlm_prefix_hits_total"] >= 1
@@ -156,6 +157,15 @@ def test_families(folders: dict[str, str], name: str, dtype: str) -> None:
     assert found["found"] == found["expected"]
     assert found["prompt"] == "<|im_start|>hello there<|im_end|>"
     assert found["chat"] <= 256 - 5
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    device = {"name": "ssd", "kind": "file", "path": str(tmp_path / "kv"), "size": "32MiB", "buffered": True}
+    found = run("two_ranks", {"pool": {"path": str(tmp_path / "state"), "devices": [device]}})
+    for ours, expected in found["pairs"]:
+        assert ours == expected
+    assert found["cached"] == [0, found["prefix"], found["prefix"]], "computed, in memory, in both ranks' pools"
+    assert len(list(tmp_path.glob("kv.rank*"))) == 2
 
 
 def test_no_remote_code(folders: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -142,6 +143,32 @@ def test_controls_and_metrics(client: openai.OpenAI, server: VllmServer) -> None
     assert shown["forebay:dlm_prefix_misses_total"] >= 1
     assert shown["forebay:dlm_tokens_total"] > 0
     server.drop_engine_cache()
+
+
+def test_prefixes_outlive_a_restart(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    pool = {
+        "path": str(tmp_path / "state"),
+        "devices": [{"name": "ssd", "kind": "file", "path": str(tmp_path / "kv"), "size": "32MiB", "buffered": True}],
+    }
+    settings = json.dumps({"forebay": {"pool": pool}})
+    arguments = ["--chat-template", str(template), "--dtype", "float32", "--additional-config", settings]
+    prompt = " ".join(f"word{number}" for number in range(60))
+    answers, shown = [], []
+    for _ in range(2):
+        with VllmServer(TINY, None, tmp_path / "log", arguments=arguments) as server:
+            for question in (" a?", " b?", " c?"):
+                answers.append(server.ask(prompt + question, max_tokens=8, extra={"vllm_xargs": {"prefix": 64}}))
+            time.sleep(1.2)
+            server.ask("go on", max_tokens=1)
+            shown.append(server.metrics("forebay:dlm"))
+    first, second = shown
+    assert [answer.cached_tokens for answer in answers] == [0, 64, 64, 64, 64, 64]
+    assert [answer.text for answer in answers[:3]] == [answer.text for answer in answers[3:]]
+    assert (first["forebay:dlm_prefix_misses_total"], second["forebay:dlm_prefix_misses_total"]) == (1, 0)
+    assert second["forebay:dlm_prefix_restored_total"] == 1
+    assert second["forebay:dlm_pool_bytes"] > 0
 
 
 def test_the_log_is_clean(server: VllmServer) -> None:

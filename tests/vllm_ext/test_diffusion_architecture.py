@@ -93,6 +93,11 @@ def test_command_lines_that_cannot_work():
             plugin.check_command_line(["vllm", "serve", str(TINY), *options])
 
 
+def test_ranks_that_cannot_share_the_model():
+    with pytest.raises(SystemExit, match="tensor parallel size 3 does not divide the model's 4 heads"):
+        plugin.check_command_line(["vllm", "serve", str(TINY), "-tp", "3"])
+
+
 def test_wrong_server_settings_end_the_command_line():
     value = '{"forebay": {"blok": 1}}'
     for option in (["--additional-config", value], [f"--additional-config={value}"]):

@@ -219,6 +219,23 @@ def test_a_prefix_longer_than_the_prompt_is_the_prompt():
     assert ends(engine.run()) == ["a"]
 
 
+def test_prefixes_are_found():
+    engine, shared = Engine(), list(range(100, 180))
+    for name in "abc":
+        engine.add(name, prompt=[*shared, ord(name), 5])
+        engine.run()
+    assert engine.runtime.cache.statistics.misses == 1, "from the second request on"
+    assert engine.runtime.cache.statistics.hits == 1
+
+
+def test_who_found_the_prefix():
+    engine, shared = Engine(sequences=4), list(range(100, 180))
+    for name in "abc":
+        engine.add(name, prompt=[*shared, ord(name), 5], extra_args={"prefix": 80})
+    cached = {one.request_id: one.prefill_stats.num_cached_tokens for one in engine.run() if one.prefill_stats}
+    assert cached == {"a": 0, "b": 80, "c": 80}
+
+
 def test_clients_get_their_own():
     engine = Engine(finished=True)
     engine.add("a", client=0)

@@ -51,8 +51,9 @@ class ServingConfig(BaseModel):
     """A depth table that `forebay profile-depth` wrote; without one, that of the published models."""
     cache: Size | None = None
     """Bytes for states of prefixes, such as "8GiB"; without it a quarter of the memory for requests."""
-    pool: Path | None = None
-    """A `pool.yaml`: where states of prefixes go that memory has no room for, and where they outlive a restart."""
+    pool: Path | dict[str, Any] | None = None
+    """The path of a `pool.yaml`, or its keys: where states of prefixes go that memory has no room for, and where they
+    outlive a restart."""
 
 
 def read_config(additional: Mapping[str, Any] | Any) -> ServingConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ class Driver:
         self.device = device
         self._queued: set[str] = set()
         """Requests that have not left the runtime's queue."""
+        self._restored = 0
 
     def run(self, step: DiffusionStep) -> DiffusionOutput:
         """Take in what came, forget what left, and make forward passes until a block is final."""
@@ -49,23 +52,28 @@ class Driver:
 
     def _submit(self, one: Entering) -> str | None:
         """Hand a request to the runtime; why not, if it refuses."""
-        known = {} if one.prefix is None else {"prefix": one.prefix}
         try:
-            self.runtime.submit(one.name, torch.tensor(one.prompt, device=self.device), one.settings, **known)
+            self.runtime.submit(one.name, torch.tensor(one.prompt, device=self.device), one.settings, one.prefix)
         except DiffusionError as error:
             return str(error)
         self._queued.add(one.name)
         return None
 
     def _find_started(self) -> list[Started]:
-        """Requests that the last pass took in."""
+        """Requests that the last pass took in, and which of them found the states of their prefix."""
+        cache = self.runtime.cache
+        entered = [one for one in self.runtime.running if one.name in self._queued]
+        self._queued.difference_update(one.name for one in entered)
+        together = Counter(id(one.states) for one in entered)
+        restored, self._restored = cache.statistics.restored - self._restored, cache.statistics.restored
         found = []
-        for one in self.runtime.running:
-            if one.name in self._queued:
-                self._queued.discard(one.name)
-                depth = one.request.passes.depth if one.request else 0
-                seen = one.states is not None and self.runtime.cache.requests(one.states) > 1
-                found.append(Started(one.name, one.prefix if seen else 0, depth))
+        for one in entered:
+            cached = one.prefix if one.states is not None else 0
+            if one.states is not None and cache.requests(one.states) == together.pop(id(one.states), 0):
+                cached = one.prefix if restored > 0 else 0  # the first that ever asked for it
+                restored -= 1
+            depth = one.request.passes.depth if one.request else 0
+            found.append(Started(one.name, cached, depth))
         return found
 
 

@@ -8,7 +8,13 @@ from typing import Any
 
 from forebay.diffusion.errors import DiffusionError
 
-SHORT = {"-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size", "-q": "--quantization"}
+SHORT = {
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-tp": "--tensor-parallel-size",
+    "-q": "--quantization",
+}
+WORKS = {"tensor_parallel_size", "load_format=safetensors"}
 
 
 class EngineError(DiffusionError, ValueError):
@@ -17,8 +23,9 @@ class EngineError(DiffusionError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """Those that do not work, by the names of vLLM's options; empty where they are not given."""
+    """Those that matter, by the names of vLLM's options; all but the first do not work."""
 
+    tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     decode_context_parallel_size: int = 1
@@ -52,6 +59,7 @@ class EngineSettings:
         """From vLLM's own configuration, where options may have come from a file or from Python."""
         parallel, model = config.parallel_config, config.model_config
         return cls(
+            tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             data_parallel_size=parallel.data_parallel_size,
             decode_context_parallel_size=parallel.decode_context_parallel_size,
@@ -77,7 +85,7 @@ class EngineSettings:
         """
         for field in fields(self):
             value = getattr(self, field.name)
-            if value == field.default or (field.name == "load_format" and value == "safetensors"):
+            if value == field.default or {field.name, f"{field.name}={value}"} & WORKS:
                 continue
             option = f"--{field.name.replace('_', '-')}"
             shown = option if isinstance(value, bool) else f"{option} {value}"

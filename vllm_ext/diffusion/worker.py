@@ -17,16 +17,21 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from forebay.diffusion.cache import StateStore
 from forebay.diffusion.depth import DepthTable, find_table
 from forebay.diffusion.runtime import Runtime, RuntimeSettings
 from forebay.diffusion.transformer import Transformer
-from forebay.diffusion.weights import load
+from forebay.diffusion.weights import Shard, load
 from forebay.storage.units import format_bytes
-from forebay.vllm_ext.diffusion.config import read_config
+from forebay.vllm_ext.diffusion.agreement import AgreedStates
+from forebay.vllm_ext.diffusion.config import ServingConfig, read_config
 from forebay.vllm_ext.diffusion.driver import Driver
+from forebay.vllm_ext.diffusion.folder import make_finder, model_folder
 from forebay.vllm_ext.diffusion.memory import available_bytes
 from forebay.vllm_ext.diffusion.messages import DiffusionOutput, DiffusionStep
+from forebay.vllm_ext.diffusion.states import PoolStates
 from forebay.vllm_ext.plugin import log_like_vllm
+from forebay.vllm_ext.pool_config import read_pool_config
 
 logger = logging.getLogger(__name__)
 PREFIX_SHARE = 0.25
@@ -37,6 +42,7 @@ class DiffusionWorker(WorkerBase):
     """Set by the architecture hook: see `architecture`."""
 
     driver: Driver
+    _states: PoolStates | None = None
     device: torch.device
 
     def init_device(self) -> None:
@@ -57,11 +63,11 @@ class DiffusionWorker(WorkerBase):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Read the weights and make the runtime."""
-        folder = Path(self.model_config.model)
+        folder = model_folder(self.vllm_config)
         group = get_tp_group()
-        shard = (group.rank_in_group, group.world_size) if group.world_size > 1 else ()
-        weights = load(folder, self.model_config.dtype, str(self.device), *shard)
-        transformer = Transformer(weights, reduce=group.all_reduce if shard else None)
+        shard = Shard(group.rank_in_group, group.world_size)
+        weights = load(folder, self.model_config.dtype, str(self.device), shard)
+        transformer = Transformer(weights, reduce=group.all_reduce if group.world_size > 1 else None)
         self.driver = Driver(self._make_runtime(transformer, folder), self.device)
 
     def _make_runtime(self, transformer: Transformer, folder: Path) -> Runtime:
@@ -77,9 +83,18 @@ class DiffusionWorker(WorkerBase):
             rule=server.rule,
             tau=server.tau,
         )
-        runtime = Runtime(transformer, table, settings)
+        store, finder = self._open_store(server, folder, transformer), make_finder(self.vllm_config)
+        runtime = Runtime(transformer, table, settings, store, finder)
         self._check_longest(runtime, left - cache)
         return runtime
+
+    def _open_store(self, server: ServingConfig, folder: Path, transformer: Transformer) -> StateStore | None:
+        if server.pool is None:
+            return None
+        group, config = get_tp_group(), read_pool_config(server.model_dump(mode="json"))
+        name = str(self.model_config.served_model_name)
+        self._states = PoolStates.open(config, folder, transformer, name, group.rank_in_group, group.world_size)
+        return self._states if group.world_size == 1 else AgreedStates(self._states, group.cpu_group)
 
     def _check_longest(self, runtime: Runtime, space: int) -> None:
         """Refuse to start where the longest request could never run."""
@@ -133,6 +148,11 @@ class DiffusionWorker(WorkerBase):
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """The scheduler sees to it."""
+
+    def shutdown(self) -> None:
+        """Write what the pool is to keep."""
+        if self._states is not None:
+            self._states.close()
 
     def execute_dummy_batch(self) -> None:
         """Ranks of different replicas share nothing."""
