@@ -63,6 +63,20 @@ def plot_bars(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+def plot_arms(report: Mapping[str, Any], path: Path) -> None:
+    """Speed and agreement of every arm, and accuracy where it is known."""
+    arms = report["arms"]
+    shown = [("tokens_per_second", "tokens/s"), ("agreement", "agreement with no cache"), ("accuracy", "accuracy")]
+    shown = [(key, label) for key, label in shown if key in next(iter(arms.values()))]
+    figure = new_figure(3.5 * len(shown) + 1.5, 3.8)
+    for axes, (key, label) in zip(figure.subplots(1, len(shown), sharey=True), shown, strict=True):
+        axes.barh(list(arms), [arm[key] for arm in arms.values()], color=GOOD)
+        axes.set_xlabel(label)
+    figure.axes[0].invert_yaxis()
+    figure.suptitle(f"{Path(report['model']).name}: {report['questions']} questions, {report['length']} tokens each")
+    save(figure, path)
+
+
 def plot_hit_rates(report: Mapping[str, Any], path: Path) -> None:
     """Hit rate over capacity, a line per policy, and what no capacity can exceed."""
     figure = new_figure(7, 4.5)

@@ -57,6 +57,8 @@ class Suite:
     """Its modules have the names of the parts, each with a function `measure(Context) -> Measurement`."""
     parts: tuple[Part, ...]
     bars: tuple[Bar, ...]
+    long_only: frozenset[str] = frozenset()
+    """Ratios that the quick form does not measure."""
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ def run(
     Raises:
         ConfigError: `only` names something unknown, or `work` is no folder to write in.
     """
-    wanted = select(suite, only)
+    wanted = select(suite, only, quick)
     ratios: dict[str, float | None] = {bar.name: None for bar in suite.bars}
     report: dict[str, Any] = {
         "benchmark": suite.name,
@@ -148,18 +150,21 @@ def run(
     return report
 
 
-def select(suite: Suite, only: Collection[str]) -> frozenset[str]:
+def select(suite: Suite, only: Collection[str], quick: bool = False) -> frozenset[str]:
     """Names of ratios from names of ratios and parts.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: a name is unknown, or nothing is left that the quick form measures.
     """
     by_name = {bar.name: {bar.name} for bar in suite.bars} | {part.name: set(part.ratios) for part in suite.parts}
     for name in only:
         if name not in by_name:
             raise ConfigError(f"--only {name!r} is unknown; known names are {', '.join(by_name)}")
     chosen = [by_name[name] for name in (only or [bar.name for bar in suite.bars])]
-    return frozenset[str]().union(*chosen)
+    found = frozenset[str]().union(*chosen)
+    if quick and not found - suite.long_only:
+        raise ConfigError(f"--only {','.join(only)} is measured in the long form only; leave out --quick")
+    return found - suite.long_only if quick else found
 
 
 def _measure(suite: Suite, part: Part, context: Context) -> Measurement:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure, with the peers in the same run.")
 
 TRACE = "Replay of a trace"
+OWN = "Your own model"
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; `-` for standard output.")
 ]
@@ -141,6 +142,52 @@ def moe(
     raise typer.Exit(OK if report["ok"] else PROBLEM)
 
 
+@app.command()
+def dlm(
+    quick: Quick = False,
+    only: Only = "",
+    rounds: Rounds = None,
+    work: Annotated[Path, typer.Option(metavar="DIR", help="A folder for temporary files.")] = Path(),
+    json_file: JsonFile = None,
+    plot: Plot = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Compare the arms on this model instead.", rich_help_panel=OWN)
+    ] = None,
+    tasks: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Lines with `system`, `prompt` and `answer`.", rich_help_panel=OWN),
+    ] = None,
+    length: Annotated[
+        int, typer.Option(min=1, help="Tokens of an answer; half as many steps.", rich_help_panel=OWN)
+    ] = 256,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.", rich_help_panel=OWN)] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel=OWN)] = "cpu",
+) -> None:
+    """Diffusion language models: BiCache against no cache, refreshes within a request, and Fast-dLLM.
+
+    With `--model` and `--tasks`, speed and accuracy of every arm on your own model and questions. Exit code 0 when
+    everything could be measured, whether or not it cleared its bar.
+    """
+    command = shlex.join(["forebay", *sys.argv[1:]])
+    if model is not None or tasks is not None:
+        from forebay.bench.dlm import own
+
+        report = own.run(model, tasks, length=length, dtype=dtype, device=device, say=messages.print)
+        report["command"] = command
+        show = _show_arms
+    else:
+        from forebay.bench.dlm.suite import DLM
+
+        report, show = _measure(DLM, work, quick, rounds, only, command), _show
+    if str(json_file) != "-":
+        show(report)
+    if json_file:
+        write_json(report, json_file)
+    if plot:
+        _plot(report, plot)
+    raise typer.Exit(OK if report["ok"] else PROBLEM)
+
+
 def _measure(suite: Suite, work: Path, quick: bool, rounds: int | None, only: str, command: str) -> dict[str, Any]:
     from forebay.bench.suite import run
 
@@ -165,10 +212,28 @@ def _plot(report: dict[str, Any], path: Path) -> None:
     kinds = {
         "kv": plot.plot_bars,
         "moe": plot.plot_bars,
+        "dlm": plot.plot_bars,
+        "dlm-own": plot.plot_arms,
         "kv-trace-replay": plot.plot_replay,
         "kv-trace-simulation": plot.plot_hit_rates,
     }
     kinds[report["benchmark"]](report, path)
+
+
+def _show_arms(report: dict[str, Any]) -> None:
+    columns = dict.fromkeys(("tokens/s", "speed-up", "accuracy", "agreement", "layers"), "right")
+    rows = [
+        [
+            name,
+            f"{arm['tokens_per_second']:.1f}",
+            f"{arm['speedup']:.2f}",
+            f"{arm['accuracy']:.3f}" if "accuracy" in arm else "",
+            f"{arm['agreement']:.3f}",
+            f"{arm['layers_reused']:.1f}",
+        ]
+        for name, arm in report["arms"].items()
+    ]
+    print_table("", {"arm": "left"} | columns, rows)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def _extra() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise DiffusionError(f"{error.name} is missing; install it with `pip install forebay[moe]`") from None
+        raise DiffusionError(f"{error.name} is missing; install it with `pip install forebay[dlm]`") from None
 
 
 @contextmanager

@@ -15,8 +15,8 @@ Render = Callable[[Sequence[Message], bool], str]
 """Messages, and whether an answer is to follow, -> text."""
 
 
-def read_encoder(folder: Path) -> Encode:
-    """Text -> tokens, no special ones added.
+def read_tokenizer(folder: Path) -> Any:
+    """The folder's `tokenizers.Tokenizer`.
 
     Raises:
         DiffusionError: the folder has no `tokenizer.json`, or `tokenizers` is not installed.
@@ -24,12 +24,21 @@ def read_encoder(folder: Path) -> Encode:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise DiffusionError("tokenizers is missing; install it with `pip install forebay[moe]`") from None
+        raise DiffusionError("tokenizers is missing; install it with `pip install forebay[dlm]`") from None
     path = folder / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise DiffusionError(f"{path} cannot be read ({error}); save the model's fast tokenizer there") from None
+
+
+def read_encoder(folder: Path) -> Encode:
+    """Text -> tokens, no special ones added.
+
+    Raises:
+        DiffusionError: as `read_tokenizer`.
+    """
+    tokenizer = read_tokenizer(folder)
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 

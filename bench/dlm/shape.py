@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 
 from forebay.diffusion.config import DiffusionConfig
+from forebay.diffusion.families.base import PARTS
+from forebay.diffusion.families.llada import LLADA
 from forebay.diffusion.weights import LayerWeights, ModelWeights
 
-MASK = 1
+END, MASK = 0, 1
 
 
 def llada_shape(
-    *, layers: int = 32, hidden: int = 768, intermediate: int = 768, heads: int = 12, vocabulary: int = 8192
+    *,
+    layers: int = 32,
+    hidden: int = 768,
+    intermediate: int = 768,
+    heads: int = 12,
+    vocabulary: int = 8192,
+    positions: int = 16_384,
 ) -> DiffusionConfig:
     """Attention, RMSNorm, RoPE, SwiGLU and an output layer of its own, as LLaDA-8B has them.
 
@@ -25,7 +38,7 @@ def llada_shape(
         kv_heads=heads,
         head_size=hidden // heads,
         vocabulary=vocabulary,
-        positions=16_384,
+        positions=positions,
         rope_theta=500_000.0,
         norm_epsilon=1e-5,
         mask_token=MASK,
@@ -62,3 +75,38 @@ def random_weights(
         torch.ones(config.hidden, dtype=dtype, device=device),
         matrix(config.vocabulary, config.hidden),
     )
+
+
+def save(weights: ModelWeights, folder: Path, tokenizer: Path) -> None:
+    """Write a model as LLaDA is published.
+
+    Args:
+        weights: all of it.
+        folder: to be made.
+        tokenizer: a folder whose tokenizer it gets.
+    """
+    config, family = weights.config, LLADA
+    tensors = {
+        f"{family.embedding}.weight": weights.embedding_VD,
+        f"{family.norm}.weight": weights.norm_D,
+        f"{family.output}.weight": weights.output_VD,
+    }
+    queries, pairs = config.heads * config.head_size, config.kv_heads * config.head_size
+    for number, layer in enumerate(weights.layers):
+        q, k, v = layer.qkv.split([queries, pairs, pairs])
+        gate, up = layer.gate_up.chunk(2)
+        parts = (layer.attention_norm_D, q, k, v, layer.attention_output, layer.mlp_norm_D, gate, up, layer.down_DI)
+        for part, tensor in zip(PARTS, parts, strict=True):
+            tensors[f"{family.layer.format(layer=number)}.{family.parts[part]}.weight"] = tensor.contiguous()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    found = {
+        "architectures": ["LLaDAModelLM"], "model_type": "llada", "d_model": config.hidden, "n_heads": config.heads,
+        "n_kv_heads": config.kv_heads, "n_layers": config.layers, "mlp_hidden_size": config.intermediate,
+        "vocab_size": config.vocabulary, "embedding_size": config.vocabulary, "rope_theta": config.rope_theta,
+        "max_sequence_length": config.positions, "rms_norm_eps": config.norm_epsilon,
+        "mask_token_id": config.mask_token, "eos_token_id": END, "weight_tying": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(found))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder / name)

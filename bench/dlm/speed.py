@@ -44,6 +44,7 @@ class Bench:
 
     @classmethod
     def make(cls, transformer: Transformer, prefix: int) -> Bench:
+        """With states as deep as the table says."""
         tokens = torch.randint(5, transformer.config.vocabulary, (prefix,), generator=torch.Generator().manual_seed(1))
         depth = BICACHE.layers(TABLE, prefix, prefix + USER, SETTINGS.length)
         states = PrefixStates(tokens.to(transformer.weights.norm_D.device))
