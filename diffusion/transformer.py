@@ -176,8 +176,9 @@ class Transformer:
         self._heads = weights.layers[0].attention_output.shape[1] // size
         self._kv_heads = (weights.layers[0].qkv.shape[0] // size - self._heads) // 2
         frequency = self.config.rope_theta ** (-torch.arange(0, size, 2, device=device).double() / size)
-        angle = torch.outer(torch.arange(positions, device=device).double(), frequency).repeat(1, 2)
-        self._cos_TS, self._sin_TS = angle.cos().float(), angle.sin().float()
+        angle = torch.outer(torch.arange(positions, device=device).double(), frequency)
+        self._turns = torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+        """Of every position, (T, S / 2)."""
 
     def embed(self, tokens_N: Tensor) -> Tensor:
         """(N, D)."""
@@ -193,7 +194,7 @@ class Transformer:
         if self._reduce is None:
             return list(values)
         size = self.config.heads // self._heads
-        found: list[float] = (self._reduce(torch.tensor(values, device=self._cos_TS.device)) / size).tolist()
+        found: list[float] = (self._reduce(torch.tensor(values, device=self._turns.device)) / size).tolist()
         return found
 
     def run(self, batch: Sequence[Rows]) -> list[Computed]:
@@ -231,7 +232,7 @@ class Transformer:
         return torch.cat(pieces)
 
     def _layer(
-        self, layer: LayerWeights, number: int, x_ND: Tensor, parts: Sequence[_Part], rotation: tuple[Tensor, Tensor]
+        self, layer: LayerWeights, number: int, x_ND: Tensor, parts: Sequence[_Part], rotation: Tensor
     ) -> Tensor:
         """One layer of all rows; in the last layer of a request, of those that are wanted."""
         for part, own in zip(parts, x_ND.split([part.count for part in parts]), strict=True):
@@ -259,7 +260,7 @@ class Transformer:
         normed_ND: Tensor,
         asking: Tensor | None,
         asked: Tensor | None,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of some rows, and keys and values of others, all of them with RoPE where it belongs."""
         size, heads, kv_heads = self.config.head_size, self._heads, self._kv_heads
@@ -273,21 +274,19 @@ class Transformer:
         queries = functional.linear(mine, layer.qkv[:cut], bias[0]).view(len(mine), heads, size)
         pairs = functional.linear(theirs, layer.qkv[cut:], bias[1]).view(len(theirs), 2 * kv_heads, size)
         turned, rotated = (
-            self._rotate(one, rotation if places is None else (rotation[0][places], rotation[1][places]))
+            self._rotate(one, rotation if places is None else rotation[places])
             for one, places in ((queries, asking), (pairs[:, :kv_heads], asked))
         )
         return turned, rotated, pairs[:, kv_heads:]
 
-    def _rotation(self, parts: Sequence[_Part]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rows that are there, (N, 1, S)."""
-        positions_N = torch.cat([part.positions() for part in parts])
-        return self._cos_TS[positions_N][:, None], self._sin_TS[positions_N][:, None]
+    def _rotation(self, parts: Sequence[_Part]) -> Tensor:
+        """RoPE of the rows that are there, (N, 1, S / 2)."""
+        return self._turns[torch.cat([part.positions() for part in parts])][:, None]
 
-    def _rotate(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def _rotate(self, x: Tensor, rotation: Tensor) -> Tensor:
         """In float32, as RoPE loses in bfloat16 what far positions differ by."""
-        cos, sin = rotation
-        left, right = x.chunk(2, dim=-1)
-        return (x * cos + torch.cat([-right, left], dim=-1) * sin).to(x.dtype)
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * rotation).flatten(2).to(x.dtype)
 
     def _norm(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
         return functional.rms_norm(x_ND, (x_ND.shape[-1],), weight_D, self.config.norm_epsilon)

@@ -32,7 +32,7 @@ class LayerWeights:
 
     attention_norm_D: Tensor
     qkv: Tensor
-    """((Q + 2 K) S, D): query, key, value."""
+    """((Q + 2 K) S, D): query, key, value. Of queries and keys, what RoPE turns together stands side by side."""
     qkv_bias: Tensor | None
     attention_output: Tensor
     """(D, Q S)."""
@@ -131,19 +131,39 @@ def _layer(
 ) -> LayerWeights:
     names = {part: f"{family.layer.format(layer=number)}.{name}" for part, name in family.parts.items()}
 
-    def rows(parts: tuple[str, ...], kind: str = "weight") -> Tensor:
-        return torch.cat([shard.rows(weight(names[part], kind)) for part in parts])
+    def rows(part: str, kind: str = "weight") -> Tensor:
+        return shard.rows(weight(names[part], kind))
 
-    qkv = ("query", "key", "value")
+    def qkv(kind: str = "weight") -> Tensor:
+        queries, keys = (pair_up(rows(part, kind), config.head_size) for part in ("query", "key"))
+        return torch.cat([queries, keys, rows("value", kind)])
+
     return LayerWeights(
         attention_norm_D=weight(names["attention_norm"]),
-        qkv=rows(qkv),
-        qkv_bias=rows(qkv, "bias") if config.qkv_bias else None,
+        qkv=qkv(),
+        qkv_bias=qkv("bias") if config.qkv_bias else None,
         attention_output=shard.columns(weight(names["attention_output"])),
         mlp_norm_D=weight(names["mlp_norm"]),
-        gate_up=rows(("gate", "up")),
+        gate_up=torch.cat([rows("gate"), rows("up")]),
         down_DI=shard.columns(weight(names["down"])),
     )
+
+
+def pair_up(rows: Tensor, size: int) -> Tensor:
+    """Rows of a query or key projection, or its bias, with those side by side that RoPE turns together.
+
+    Hugging Face's models keep them half a head apart. No product of a query and a key changes.
+
+    Args:
+        rows: of all heads.
+        size: of a head.
+    """
+    return rows.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def take_apart(rows: Tensor, size: int) -> Tensor:
+    """What `pair_up` was given."""
+    return rows.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _reader(folder: Path, files: ExitStack) -> Get:

@@ -66,8 +66,8 @@ def plain_logits(weights: ModelWeights, tokens: Tensor) -> Tensor:
     cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
 
     def rotate(x: Tensor) -> Tensor:
-        left, right = x[..., :half], x[..., half:]
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+        one, two = x[..., ::2], x[..., 1::2]
+        return torch.stack([one * cos - two * sin, two * cos + one * sin], -1).flatten(-2)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config.norm_epsilon) * weight

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from forebay.diffusion.config import DiffusionConfig
 from forebay.diffusion.families.base import PARTS
 from forebay.diffusion.families.llada import LLADA
-from forebay.diffusion.weights import LayerWeights, ModelWeights
+from forebay.diffusion.weights import LayerWeights, ModelWeights, take_apart
 
 END, MASK = 0, 1
 
@@ -22,13 +22,13 @@ def llada_shape(
     layers: int = 32,
     hidden: int = 768,
     intermediate: int = 768,
-    heads: int = 12,
+    heads: int = 6,
     vocabulary: int = 8192,
     positions: int = 16_384,
 ) -> DiffusionConfig:
     """Attention, RMSNorm, RoPE, SwiGLU and an output layer of its own, as LLaDA-8B has them.
 
-    LLaDA-8B: 32 layers, hidden 4,096, intermediate 12,288, 32 heads, vocabulary 126,464.
+    LLaDA-8B: 32 layers, hidden 4,096, intermediate 12,288, 32 heads of 128, vocabulary 126,464.
     """
     return DiffusionConfig(
         layers=layers,
@@ -94,6 +94,7 @@ def save(weights: ModelWeights, folder: Path, tokenizer: Path) -> None:
     queries, pairs = config.heads * config.head_size, config.kv_heads * config.head_size
     for number, layer in enumerate(weights.layers):
         q, k, v = layer.qkv.split([queries, pairs, pairs])
+        q, k = (take_apart(one, config.head_size) for one in (q, k))
         gate, up = layer.gate_up.chunk(2)
         parts = (layer.attention_norm_D, q, k, v, layer.attention_output, layer.mlp_norm_D, gate, up, layer.down_DI)
         for part, tensor in zip(PARTS, parts, strict=True):

@@ -15,7 +15,7 @@ from forebay.diffusion.families.base import LLAMA_PARTS
 from forebay.diffusion.families.llada import LLADA
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.transformer import Kept, Rows, Transformer
-from forebay.diffusion.weights import load, read_config
+from forebay.diffusion.weights import load, pair_up, read_config, take_apart
 from tests.diffusion.naive import Naive
 
 ROOT = Path(__file__).parents[2]
@@ -242,3 +242,10 @@ def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(ModelError, match=r"config\.json: No such file"):
         load(tmp_path / "absent")
+
+
+def test_rows_side_by_side_are_taken_apart_again() -> None:
+    rows = torch.arange(48.0)[:, None] * torch.ones(3)
+    assert pair_up(rows[:8], 8)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert torch.equal(take_apart(pair_up(rows, 12), 12), rows)
+    assert torch.equal(pair_up(rows[:, 0], 12), pair_up(rows, 12)[:, 0])
