@@ -19,40 +19,39 @@ from forebay.bench.suite import Context, Measurement
 from forebay.bench.texts import manual
 from forebay.diffusion.attention import KeyValues
 from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest
-from forebay.diffusion.depth import TAU, DepthTable, make_table, share, similarity
+from forebay.diffusion.depth import TAU, DepthTable, make_table, similarity
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.transformer import Rows, Transformer
 from forebay.diffusion.weights import load
 
 MODEL = Path(__file__).parents[2] / "tests" / "assets" / "tinydlm-prefix"
-SETTINGS = DecodingSettings(length=8, steps=8, block=8, refresh=8)
-TEXT = DecodingSettings(length=64, steps=32, block=32, refresh=16, ignore_end=True)
+QUICK_ARMS = (NONE, BICACHE, BICACHE_DUAL, BICACHE_PAPER, ORDINARY)
+SETTINGS = DecodingSettings(length=8, steps=4, block=8, refresh=4)
+TEXT = DecodingSettings(length=32, steps=16, block=32, refresh=16, ignore_end=True)
 SEED, BATCH = 10_004, 50
 
 
 def measure(context: Context) -> Measurement:
     """All ratios of quality."""
     transformer = Transformer(load(MODEL))
-    arms = (NONE, BICACHE, BICACHE_DUAL, BICACHE_PAPER, ORDINARY) if context.quick else ARMS
-    count = 100 if context.quick else 300
-    tasks = {}
-    for task in TASKS:
-        questions = items(MODEL, task, count, SEED)
-        table = _table(transformer, questions[:24])
-        tasks[task] = _compare(
-            transformer, questions, table, arms, lambda arm, task=task: context.say(f"{task}: {arm}")
-        )
-    text = _text(transformer, 4 if context.quick else 16)
+    arms = QUICK_ARMS if context.quick else ARMS
+    questions = {task: items(MODEL, task, 60 if context.quick else 300, SEED) for task in TASKS}
+    table = _table(transformer, [item for one in questions.values() for item in one[:24]])
+    found = {}
+    for task, asked in questions.items():
+        context.say(task)
+        found[task] = _compare(transformer, asked, table, arms)
     context.say("text")
-    drops = {arm.name: max(task["arms"][arm.name]["drop_points"] for task in tasks.values()) for arm in arms}
-    legend = tasks["legend"]["arms"]
+    text = _compare(transformer, _text(transformer, 4 if context.quick else 16), table, arms, TEXT)
+    drops = {arm.name: max(task["arms"][arm.name]["drop_points"] for task in found.values()) for arm in arms}
+    legend = found["legend"]["arms"]
     return Measurement(
         {
             "accuracy_drop_points": max(drops[BICACHE.name], drops[BICACHE_DUAL.name]),
             "paper_rule_drop_points": drops[BICACHE_PAPER.name],
             "negative_control_drop_points": legend[ORDINARY.name]["drop_points"],
         },
-        {"tasks": tasks, "text": _compare(transformer, text, _table(transformer, text), arms, lambda arm: None, TEXT)},
+        {"leading_layers": dict(table.leading), "tasks": found, "text": text},
     )
 
 
@@ -61,14 +60,12 @@ def _compare(
     questions: Sequence[Item],
     table: DepthTable,
     arms: Sequence[Arm],
-    say: Any,
     settings: DecodingSettings = SETTINGS,
 ) -> dict[str, Any]:
     """Accuracy, agreement and depth of every arm."""
     found: dict[str, Any] = {}
     reference: list[list[int]] = []
     for arm in arms:
-        say(arm.name)
         depth = _depth(arm, table, questions[0], settings)
         answers = answer(transformer, questions, depth, arm.settings(settings))
         reference = reference or answers
@@ -86,7 +83,22 @@ def _compare(
             "layers_reused": depth,
         }
         found[arm.name]["drop_points"] = 100 * (found[NONE.name]["accuracy"] - found[arm.name]["accuracy"])
-    return {"items": len(questions), "leading_layers": dict(table.leading), "arms": found}
+    return {"items": len(questions), "arms": found} | _guarded(transformer, questions, table, reference, settings)
+
+
+def _guarded(
+    transformer: Transformer,
+    questions: Sequence[Item],
+    table: DepthTable,
+    reference: Sequence[list[int]],
+    settings: DecodingSettings,
+) -> dict[str, Any]:
+    """The paper's rule, every request with an audit: what the guard mends of it."""
+    depth = _depth(BICACHE_PAPER, table, questions[0], settings)
+    answers = answer(transformer, questions, depth, settings, audit=True)
+    hits = sum(right(given, item) for given, item in zip(answers, questions, strict=True))
+    same = sum(given == expected for given, expected in zip(answers, reference, strict=True))
+    return {"paper_rule_with_guard": {"accuracy": hits / len(questions), "same_answers": same / len(questions)}}
 
 
 def _depth(arm: Arm, table: DepthTable, item: Item, settings: DecodingSettings) -> int:
@@ -95,7 +107,7 @@ def _depth(arm: Arm, table: DepthTable, item: Item, settings: DecodingSettings) 
 
 
 def answer(
-    transformer: Transformer, questions: Sequence[Item], depth: int, settings: DecodingSettings
+    transformer: Transformer, questions: Sequence[Item], depth: int, settings: DecodingSettings, audit: bool = False
 ) -> list[list[int]]:
     """The answers to all questions, many in one pass."""
     found = []
@@ -104,7 +116,8 @@ def answer(
         for item in questions[first : first + BATCH]:
             states = PrefixStates(torch.tensor(item.prefix))
             states.deepen(transformer, depth)
-            requests.append(DiffusionRequest(transformer, states, depth, torch.tensor(item.rest), settings))
+            rest = torch.tensor(item.rest)
+            requests.append(DiffusionRequest(transformer, states, depth, rest, settings, audit=audit))
         while waiting := [request for request in requests if not request.done]:
             for request, computed in zip(waiting, transformer.run([one.rows() for one in waiting]), strict=True):
                 request.take(computed)
@@ -113,14 +126,12 @@ def answer(
 
 
 def _table(transformer: Transformer, questions: Sequence[Item]) -> DepthTable:
-    """From prefixes alone and in whole prompts; all questions have the same share."""
+    """From prefixes alone and in whole prompts; all questions are of about the same share, so it has one entry."""
     sums = torch.zeros(transformer.config.layers)
     for item in questions:
         alone, together = (_keys(transformer, tokens) for tokens in (item.prefix, item.prefix + item.rest))
         sums += torch.tensor(similarity(alone, together))
-    first = questions[0]
-    shares = share(len(first.prefix), len(first.prefix) + len(first.rest) + SETTINGS.length)
-    return make_table([(min(shares, 50), (sums / len(questions)).tolist())], "the questions themselves", TAU)
+    return make_table([(0, (sums / len(questions)).tolist())], "the questions themselves", TAU)
 
 
 def _keys(transformer: Transformer, tokens: list[int]) -> list[KeyValues]:

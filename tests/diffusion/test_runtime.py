@@ -95,6 +95,24 @@ def test_an_abort_lets_the_states_go(transformer: Transformer) -> None:
     assert mine.cache.bytes == 0
 
 
+@pytest.mark.parametrize("steps", range(0, 12))
+def test_an_abort_in_any_phase(transformer: Transformer, steps: int) -> None:
+    """While it waits, in its audit, at a refresh, within a block: nothing of it stays, and the others do not notice."""
+    alone = runtime(transformer, audit=1)
+    submit(alone, 2)
+    expected = answers(drive(alone))
+    mine, found = runtime(transformer, audit=1), []
+    for number in (4, 2):
+        submit(mine, number)
+    for _ in range(steps):
+        found += mine.step()
+    mine.abort("4")
+    found += drive(mine)
+    assert answers(found)["2"] == expected["2"]
+    mine.cache.clear()
+    assert (len(mine.cache), mine.cache.bytes) == (0, 0)
+
+
 def test_no_table_is_no_reuse(transformer: Transformer) -> None:
     mine = Runtime(transformer, None)
     submit(mine, 1)
