@@ -114,6 +114,7 @@ def _is_diffusion(config: dict[str, object]) -> bool:
 
 
 def _check_diffusion(folder: Path, options: Sequence[str]) -> None:
+    from forebay.diffusion.depth import DepthTable
     from forebay.diffusion.errors import DiffusionError
     from forebay.diffusion.weights import Shard, read_config
     from forebay.vllm_ext.diffusion.config import read_config as read_serving
@@ -125,6 +126,8 @@ def _check_diffusion(folder: Path, options: Sequence[str]) -> None:
         engine.check()
         Shard(size=engine.tensor_parallel_size).check(config)
         serving = read_serving(_json_option(options, "--additional-config"))
+        if serving.table is not None:
+            DepthTable.read(serving.table, config.layers)
     except DiffusionError as error:
         raise SystemExit(f"forebay: {error}") from None
     if serving.pool is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,20 @@ def test_wrong_server_settings_end_the_command_line():
     for option in (["--additional-config", value], [f"--additional-config={value}"]):
         with pytest.raises(SystemExit, match="blok is unknown"):
             plugin.check_command_line(["vllm", "serve", str(TINY), *option])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"table": "absent.json"}, "absent.json"),
+        ({"pool": {"path": "state", "devices": []}}, "devices"),
+        ({"pool": "absent.yaml"}, "absent.yaml"),
+    ],
+)
+def test_files_that_settings_name(settings, says):
+    value = json.dumps({"forebay": settings})
+    with pytest.raises(SystemExit, match=f"forebay: .*{says}"):
+        plugin.check_command_line(["vllm", "serve", str(TINY), "--additional-config", value])
 
 
 def test_a_folder_that_lacks_settings(tmp_path):

@@ -90,6 +90,14 @@ def test_blocks_come_in_order():
     assert engine.runtime.idle
 
 
+def test_an_answer_of_one_pass_has_started_too():
+    engine = Engine()
+    engine.add("a", max_tokens=1)
+    (found,) = engine.run()
+    assert {event.type.name for event in found.events} == {"QUEUED", "SCHEDULED"}
+    assert found.prefill_stats.num_prompt_tokens == len(PROMPT)
+
+
 def test_no_more_than_may_run_and_in_order():
     engine = Engine(sequences=2)
     for name in "abcde":
@@ -234,6 +242,21 @@ def test_who_found_the_prefix():
         engine.add(name, prompt=[*shared, ord(name), 5], extra_args={"prefix": 80})
     cached = {one.request_id: one.prefill_stats.num_cached_tokens for one in engine.run() if one.prefill_stats}
     assert cached == {"a": 0, "b": 80, "c": 80}
+
+
+def test_nothing_stays_of_many_requests():
+    engine = Engine(sequences=8)
+    for number in range(200):
+        engine.add(str(number), max_tokens=1 + number % 5, extra_args={"prefix": number % 3})
+        if number % 7 == 0:
+            engine.step()
+            engine.scheduler.finish_requests([str(number - 1)], RequestStatus.FINISHED_ABORTED)
+    engine.run(limit=2000)
+    scheduler, driver = engine.scheduler, engine.driver
+    held = (scheduler.requests, scheduler.sent, scheduler.started, scheduler._leaving, scheduler._refused)
+    assert not any(held)
+    assert not driver._queued
+    assert engine.runtime.idle
 
 
 def test_clients_get_their_own():

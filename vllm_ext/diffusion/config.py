@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from forebay.diffusion.depth import TAU
 from forebay.diffusion.errors import DiffusionError
 from forebay.storage.units import parse_bytes
 
@@ -32,8 +31,8 @@ class ServingConfig(BaseModel):
     """Steps are the answer's length divided by this (the paper's evaluation: 256 tokens in 128 steps)."""
     block: int = Field(32, ge=1)
     """Tokens of a block, which is also what is streamed at once."""
-    refresh: int = Field(16, ge=1)
-    """T: steps between two refreshes of the prefix."""
+    refresh: int = Field(16, ge=0)
+    """T: steps between two refreshes of the prefix; 0 refreshes when a block begins."""
     remasking: Remasking = "confidence"
     threshold: float | None = Field(None, gt=0, lt=1)
     """Commit everything surer than this instead of a fixed number of tokens (Fast-dLLM)."""
@@ -45,8 +44,8 @@ class ServingConfig(BaseModel):
     """Whether nothing is reused at all: no prefix, and every step computes every row."""
     rule: Literal["boundary", "paper"] = "boundary"
     """Which depth the table gives: see `forebay.diffusion.depth`."""
-    tau: float = Field(TAU, gt=0, le=1)
-    """Similarity that the guard asks for where a prefix is refreshed."""
+    tau: float | None = Field(None, gt=0, le=1)
+    """Similarity that the guard asks for where a prefix is refreshed; without it that of the table."""
     table: Path | None = None
     """A depth table that `forebay profile-depth` wrote; without one, that of the published models."""
     cache: Size | None = None

@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from forebay.diffusion.errors import DiffusionError
 from forebay.diffusion.logprobs import Logprobs
-from forebay.diffusion.runtime import Block, Runtime
+from forebay.diffusion.runtime import Block, Running, Runtime
 from forebay.vllm_ext.diffusion.messages import BlockDone, Counts, DiffusionOutput, DiffusionStep, Entering, Started
 
 
@@ -21,7 +21,7 @@ class Driver:
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self.runtime = runtime
         self.device = device
-        self._queued: set[str] = set()
+        self._queued: dict[str, Running] = {}
         """Requests that have not left the runtime's queue."""
         self._restored = 0
 
@@ -29,7 +29,7 @@ class Driver:
         """Take in what came, forget what left, and make forward passes until a block is final."""
         for name in step.leaving:
             self.runtime.abort(name)
-            self._queued.discard(name)
+            self._queued.pop(name, None)
         if step.forget_prefixes:
             self.runtime.cache.clear()
         failed = {one.name: error for one in step.entering if (error := self._submit(one))}
@@ -56,20 +56,21 @@ class Driver:
             self.runtime.submit(one.name, torch.tensor(one.prompt, device=self.device), one.settings, one.prefix)
         except DiffusionError as error:
             return str(error)
-        self._queued.add(one.name)
+        self._queued[one.name] = self.runtime.waiting[-1]
         return None
 
     def _find_started(self) -> list[Started]:
         """Requests that the last pass took in, and which of them found the states of their prefix."""
-        cache = self.runtime.cache
-        entered = [one for one in self.runtime.running if one.name in self._queued]
-        self._queued.difference_update(one.name for one in entered)
+        cache, waiting = self.runtime.cache, {one.name for one in self.runtime.waiting}
+        entered = [one for name, one in self._queued.items() if name not in waiting]
+        self._queued = {name: one for name, one in self._queued.items() if name in waiting}
         together = Counter(id(one.states) for one in entered)
         restored, self._restored = cache.statistics.restored - self._restored, cache.statistics.restored
         found = []
         for one in entered:
             cached = one.prefix if one.states is not None else 0
-            if one.states is not None and cache.requests(one.states) == together.pop(id(one.states), 0):
+            asked = cache.requests(one.states) if one.states is not None and one.states.tokens_P in cache else None
+            if asked == together.pop(id(one.states), 0):
                 cached = one.prefix if restored > 0 else 0  # the first that ever asked for it
                 restored -= 1
             depth = one.request.passes.depth if one.request else 0

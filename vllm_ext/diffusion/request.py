@@ -43,7 +43,7 @@ class RequestOptions(BaseModel):
     threshold: float | None = Field(None, gt=0, lt=1)
     remasking: Remasking | None = None
     block_cache: BlockCache | None = None
-    refresh: int | None = Field(None, ge=1)
+    refresh: int | None = Field(None, ge=0)
     adaptive: bool | None = None
     prefix: int | None = Field(None, ge=0)
     """Tokens of the prompt that other requests share; without it they are found."""

@@ -81,7 +81,7 @@ class DiffusionWorker(WorkerBase):
             request_bytes=left - cache,
             batch=self.scheduler_config.max_num_seqs,
             rule=server.rule,
-            tau=server.tau,
+            tau=table.tau if server.tau is None else server.tau,
         )
         store, finder = self._open_store(server, folder, transformer), make_finder(self.vllm_config)
         runtime = Runtime(transformer, table, settings, store, finder)
