@@ -184,7 +184,7 @@ def order(llm: Any) -> list[str]:
     from vllm import SamplingParams
 
     for number in range(8):
-        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, extra_args={"prefix": 0})
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": PROMPTS[number % 6]}, params)
     found: list[str] = []
     while llm.llm_engine.has_unfinished_requests():
