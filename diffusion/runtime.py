@@ -56,6 +56,8 @@ class Running:
     """That it may keep, beside the states of its prefix."""
     request: DiffusionRequest | None = None
     states: PrefixStates | None = None
+    cached: int = 0
+    """Tokens of the prefix, where its states were there when it was needed."""
     reported: int = 0
     """Blocks that have been reported."""
 
@@ -207,7 +209,9 @@ class Runtime:
         depth, audit = 0, False
         if self.table and one.prefix:
             depth = self.table.depth(one.prefix, len(one.prompt_N), one.settings.length, self.settings.rule)
+            hits = self.cache.statistics.hits
             one.states = self.cache.acquire(prefix_P, depth)
+            one.cached = one.prefix if self.cache.statistics.hits > hits else 0
             depth = depth if one.states.limit is None else min(depth, one.states.limit)
             every = self.settings.audit
             audit = bool(every) and (self.cache.requests(one.states) - 1) % every == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ class Driver:
         self.device = device
         self._queued: dict[str, Running] = {}
         """Requests that have not left the runtime's queue."""
-        self._restored = 0
 
     def run(self, step: DiffusionStep) -> DiffusionOutput:
         """Take in what came, forget what left, and make forward passes until a block is final."""
@@ -61,21 +59,10 @@ class Driver:
 
     def _find_started(self) -> list[Started]:
         """Requests that the last pass took in, and which of them found the states of their prefix."""
-        cache, waiting = self.runtime.cache, {one.name for one in self.runtime.waiting}
+        waiting = {one.name for one in self.runtime.waiting}
         entered = [one for name, one in self._queued.items() if name not in waiting]
         self._queued = {name: one for name, one in self._queued.items() if name in waiting}
-        together = Counter(id(one.states) for one in entered)
-        restored, self._restored = cache.statistics.restored - self._restored, cache.statistics.restored
-        found = []
-        for one in entered:
-            cached = one.prefix if one.states is not None else 0
-            asked = cache.requests(one.states) if one.states is not None and one.states.tokens_P in cache else None
-            if asked == together.pop(id(one.states), 0):
-                cached = one.prefix if restored > 0 else 0  # the first that ever asked for it
-                restored -= 1
-            depth = one.request.passes.depth if one.request else 0
-            found.append(Started(one.name, cached, depth))
-        return found
+        return [Started(one.name, one.cached, one.request.passes.depth if one.request else 0) for one in entered]
 
 
 def _count(runtime: Runtime) -> Counts:

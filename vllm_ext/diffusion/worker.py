@@ -23,7 +23,6 @@ from forebay.diffusion.runtime import Runtime, RuntimeSettings
 from forebay.diffusion.transformer import Transformer
 from forebay.diffusion.weights import Shard, load
 from forebay.storage.units import format_bytes
-from forebay.vllm_ext.diffusion.agreement import AgreedStates
 from forebay.vllm_ext.diffusion.config import ServingConfig, read_config
 from forebay.vllm_ext.diffusion.driver import Driver
 from forebay.vllm_ext.diffusion.folder import make_finder, model_folder
@@ -94,7 +93,7 @@ class DiffusionWorker(WorkerBase):
         group, config = get_tp_group(), read_pool_config(server.model_dump(mode="json"))
         name = str(self.model_config.served_model_name)
         self._states = PoolStates.open(config, folder, transformer, name, group.rank_in_group, group.world_size)
-        return self._states if group.world_size == 1 else AgreedStates(self._states, group.cpu_group)
+        return self._states
 
     def _check_longest(self, runtime: Runtime, space: int) -> None:
         """Refuse to start where the longest request could never run."""
