@@ -10,10 +10,14 @@ Shape letters: N queries, M keys, Q query heads, K key and value heads, S head s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from forebay.diffusion.errors import DiffusionError
 
 
 class KeyValues(NamedTuple):
@@ -48,12 +52,12 @@ Pairs = Sequence[tuple[Tensor, KeyValues]]
 
 def attend(asked: Sequence[Asked]) -> list[Tensor]:
     """By PyTorch's fused attention, segment by segment."""
-    return combine(asked, _fused)
+    return combine(asked, fused)
 
 
 def attend_varlen(asked: Sequence[Asked]) -> list[Tensor]:
-    """By FlashAttention for sequences of different lengths: all segments in one call. CUDA, 16-bit types."""
-    return combine(asked, _varlen)
+    """By FlashAttention, small segments of different lengths in one call. CUDA, 16-bit types."""
+    return combine(asked, varlen)
 
 
 def combine(asked: Sequence[Asked], attention: Callable[[Pairs], list[Weighted]]) -> list[Tensor]:
@@ -94,7 +98,8 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _fused(pairs: Pairs) -> list[Weighted]:
+def fused(pairs: Pairs) -> list[Weighted]:
+    """Each pair by itself."""
     return [_fused_one(queries, segment) for queries, segment in pairs]
 
 
@@ -102,29 +107,79 @@ def _fused_one(queries: Tensor, segment: KeyValues) -> Weighted:
     q, k, v = (one.transpose(0, 1)[None] for one in (queries, *segment))
     if queries.device.type == "cpu":
         result, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    elif has_flash(queries.device, queries.dtype):
+        result, weight, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
     else:
         repeat = q.shape[1] // k.shape[1]
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         result, weight, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
-        weight = weight[..., : len(queries)]
+        weight = weight[..., : len(queries)]  # it is made longer, up to a multiple of 32
     return Weighted(result[0].transpose(0, 1), weight[0].transpose(0, 1))
 
 
-def _varlen(pairs: Pairs) -> list[Weighted]:
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+def varlen(pairs: Pairs) -> list[Weighted]:
+    """Small segments packed into one call; one with half of all keys or more is not copied to lie next to others."""
+    half = sum(len(segment.keys) for _, segment in pairs) / 2
+    small = [len(segment.keys) < half for _, segment in pairs]
+    packed = iter(_packed([pair for pair, is_small in zip(pairs, small, strict=True) if is_small]))
+    return [next(packed) if is_small else _fused_one(*pair) for pair, is_small in zip(pairs, small, strict=True)]
 
+
+def _packed(pairs: Pairs) -> list[Weighted]:
+    if len(pairs) < 2:
+        return fused(pairs)
+    counts, lengths = [len(one) for one, _ in pairs], [len(segment.keys) for _, segment in pairs]
     queries = torch.cat([one for one, _ in pairs])
     keys, values = (torch.cat([segment[place] for _, segment in pairs]) for place in (0, 1))
-    counts, lengths = [len(one) for one, _ in pairs], [len(segment.keys) for _, segment in pairs]
-    results, weights = varlen_attn(
-        queries, keys, values, _starts(counts, queries), _starts(lengths, queries), max(counts), max(lengths),
-        return_aux=AuxRequest(lse=True), enable_gqa=queries.shape[1] != keys.shape[1],
+    results, weights = _call_varlen(queries, keys, values, counts, lengths)
+    if heads_first(queries.device, queries.dtype):
+        weights = weights.transpose(0, 1)
+    return [Weighted(*pair) for pair in zip(results.split(counts), weights.split(counts), strict=True)]
+
+
+def _call_varlen(
+    queries: Tensor, keys: Tensor, values: Tensor, counts: Sequence[int], lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    found: tuple[Tensor, Tensor] = varlen_attn(
+        queries, keys, values, _starts(tuple(counts), queries.device), _starts(tuple(lengths), queries.device),
+        max(counts), max(lengths), return_aux=AuxRequest(lse=True), enable_gqa=queries.shape[1] != keys.shape[1],
     )  # fmt: skip
-    by_query = weights.transpose(0, 1)  # its kernels return (Q, N), unlike its documentation
-    return [Weighted(*pair) for pair in zip(results.split(counts), by_query.split(counts), strict=True)]
+    return found
 
 
-def _starts(counts: Sequence[int], like: Tensor) -> Tensor:
-    """Where each sequence begins, and where the last one ends."""
-    return torch.tensor([0, *counts], device=like.device).cumsum(0, dtype=torch.int32)
+@lru_cache
+def heads_first(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `varlen_attn` returns weights as (Q, N), as its kernels do, or as (N, Q), as its documentation says.
+
+    Asked of a call with two queries of one head, because the shape does not tell where N = Q.
+
+    Raises:
+        DiffusionError: neither.
+    """
+    one = torch.zeros(2, 1, 64, device=device, dtype=dtype)
+    shape = tuple(_call_varlen(one, one, one, [2], [2])[1].shape)
+    if shape not in ((1, 2), (2, 1)):
+        raise DiffusionError(
+            f"varlen_attn of torch {torch.__version__} gives weights of shape {shape} for 2 queries of 1 head; "
+            "(1, 2) or (2, 1) is needed: use a version from 2.10 on, or `attend`"
+        )
+    return shape == (1, 2)
+
+
+@lru_cache
+def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether FlashAttention runs there: 16-bit types, compute capability 8.0."""
+    sixteen = dtype in (torch.float16, torch.bfloat16)
+    return sixteen and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@lru_cache(maxsize=256)
+def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where each sequence begins, and where the last one ends.
+
+    Kept, because copying it to a GPU makes the host wait, and all layers of a pass ask for the same.
+    """
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
