@@ -57,15 +57,19 @@ def attend(asked: Sequence[Asked]) -> list[Tensor]:
 
 def attend_varlen(asked: Sequence[Asked]) -> list[Tensor]:
     """By FlashAttention, small segments of different lengths in one call. CUDA, 16-bit types."""
-    return combine(asked, varlen)
+    return combine(asked, varlen, together=True)
 
 
-def combine(asked: Sequence[Asked], attention: Callable[[Pairs], list[Weighted]]) -> list[Tensor]:
+def combine(
+    asked: Sequence[Asked], attention: Callable[[Pairs], list[Weighted]], *, together: bool = False
+) -> list[Tensor]:
     """Attention to every segment once, for all who share it, and of every request over its segments.
 
     Args:
         asked: by request.
         attention: computes all pairs.
+        together: whether results are copied next to each other to be weighted in few large operations, as suits a GPU,
+            or request by request, as suits a CPU.
     """
     users: dict[int, list[int]] = {}
     segments: dict[int, KeyValues] = {}
@@ -80,7 +84,22 @@ def combine(asked: Sequence[Asked], attention: Callable[[Pairs], list[Weighted]]
         counts = [len(asked[one].queries) for one in numbers]
         for one, result, weight in zip(numbers, found.results.split(counts), found.weights.split(counts), strict=True):
             parts[one].append(Weighted(result, weight))
+    if together:
+        return _merge_together(asked, parts)
     return [merge(found) if found else one.queries for one, found in zip(asked, parts, strict=True)]
+
+
+def _merge_together(asked: Sequence[Asked], parts: Sequence[Sequence[Weighted]]) -> list[Tensor]:
+    """Of every request, in one go of those that have as many segments."""
+    results = [found[0].results if found else one.queries for one, found in zip(asked, parts, strict=True)]
+    for count in {len(found) for found in parts} - {0, 1}:
+        numbers = [number for number, found in enumerate(parts) if len(found) == count]
+        columns = zip(*(parts[number] for number in numbers), strict=True)
+        merged = merge([Weighted(*map(_join, zip(*column, strict=True))) for column in columns])
+        pieces = merged.split([len(results[number]) for number in numbers])
+        for number, piece in zip(numbers, pieces, strict=True):
+            results[number] = piece
+    return results
 
 
 def merge(found: Sequence[Weighted]) -> Tensor:

@@ -17,14 +17,26 @@ from torch import Tensor
 
 from forebay.bench.dlm.exact import PREFIXES, REST, plain_logits
 from forebay.bench.dlm.shape import llada_shape, random_weights
-from forebay.diffusion.attention import Asked, KeyValues, Pairs, Weighted, combine, fused, varlen
+from forebay.diffusion.attention import (
+    Asked,
+    Attention,
+    KeyValues,
+    Pairs,
+    Weighted,
+    attend,
+    attend_varlen,
+    combine,
+    fused,
+    varlen,
+)
 from forebay.diffusion.passes import BLOCK_CACHES, BlockCache, Passes, Span
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.transformer import Transformer
 from forebay.diffusion.weights import LayerWeights, ModelWeights
 
-Engine = Callable[[Pairs], list[Weighted]]
-ENGINES: Mapping[str, Engine] = {"segment by segment": fused, "varlen": varlen}
+ALONE, VARLEN = "segment by segment", "varlen"
+ENGINES: Mapping[str, Callable[[Pairs], list[Weighted]]] = {ALONE: fused, VARLEN: varlen}
+ATTENTION: Mapping[str, Attention] = {ALONE: attend, VARLEN: attend_varlen}
 
 LIMITS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Relative error of the worst row: about what rounding of inputs to every product makes (our choice)."""
@@ -91,7 +103,7 @@ def _attention(case: AttentionCase, device: torch.device) -> dict[str, Any]:
             weight_errors.append(_finite((one.weights.double() - exact).abs().max()))
         return found
 
-    found = combine(asked, watched)
+    found = combine(asked, watched, together=case.engine == VARLEN)
     error = max(worst(mine, _softmax(*one)) for mine, one in zip(found, asked, strict=True))
     limit, weight = LIMITS[case.dtype], max(weight_errors)
     return {
@@ -131,7 +143,7 @@ def _softmax(queries: Tensor, segments: Sequence[KeyValues]) -> Tensor:
 def _model(case: ModelCase, device: torch.device) -> dict[str, Any]:
     config = llada_shape(layers=4, hidden=256, intermediate=512, heads=4, vocabulary=1000)
     weights = random_weights(replace(config, kv_heads=case.kv_heads), case.dtype)
-    transformer = Transformer(moved(weights, device), attention=lambda asked: combine(asked, ENGINES[case.engine]))
+    transformer = Transformer(moved(weights, device), attention=ATTENTION[case.engine])
     plain = moved(weights, torch.device("cpu"), torch.float32)
     tokens = torch.randint(5, 1000, (max(PREFIXES) + REST,), generator=torch.Generator().manual_seed(0))
     errors = [0.0]

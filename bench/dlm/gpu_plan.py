@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from forebay.bench.dlm.arms import ARMS, Arm
-from forebay.bench.dlm.gpu_check import ENGINES
+from forebay.bench.dlm.gpu_check import ALONE, VARLEN
 from forebay.bench.dlm.gpu_floor import weight_bytes
 from forebay.bench.dlm.shape import llada_shape
 from forebay.bench.dlm.speed import SETTINGS, USER
@@ -55,7 +55,7 @@ class Plan:
 
 def plan(device: torch.device, quick: bool) -> Plan:
     """LLaDA-8B in bfloat16; with `quick` one round of two prefixes."""
-    alone, both = tuple(ENGINES)[:1], tuple(ENGINES)
+    alone, both = (ALONE,), (ALONE, VARLEN)
     return Plan(
         device=device,
         dtype=torch.bfloat16,
@@ -83,7 +83,7 @@ def tiny(device: torch.device) -> Plan:
         rounds=2,
         requests=3,
         shared=40,
-        engines={torch.float32: tuple(ENGINES)[:1], torch.bfloat16: tuple(ENGINES)[:1]},
+        engines={torch.float32: (ALONE,), torch.bfloat16: (ALONE,)},
         copied=1 << 16,
         product=32,
     )
