@@ -96,17 +96,16 @@ class PrefixCache:
 
     def release(self, states: PrefixStates) -> None:
         """A request needs them no more."""
-        self._entries[prefix_key(states.tokens_P)].users -= 1
+        self._entries[states.key].users -= 1
         self._shrink()
 
     def requests(self, states: PrefixStates) -> int:
         """How many requests have ever used them."""
-        return self._entries[prefix_key(states.tokens_P)].requests
+        return self._entries[states.key].requests
 
     def grown(self, states: PrefixStates) -> None:
         """They are deeper than before, or have another limit."""
-        key = prefix_key(states.tokens_P)
-        self._account(key, self._entries[key])
+        self._account(states.key, self._entries[states.key])
 
     def clear(self) -> None:
         """Forget all that is not in use; the store keeps its own."""
@@ -125,7 +124,8 @@ class PrefixCache:
         else:
             self.statistics.hits += 1
             self.statistics.restored += 1
-        entry = self._entries[key] = _Entry(states or PrefixStates(tokens_P))
+        entry = self._entries[key] = _Entry(states or PrefixStates(tokens_P.to(self.transformer.weights.norm_D.device)))
+        entry.states.key = key
         entry.bytes = entry.states.bytes
         self.bytes += entry.bytes
         return entry

@@ -7,6 +7,7 @@ of them, so that whoever drives it can put many requests into one pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from forebay.diffusion.errors import DiffusionError
 from forebay.diffusion.logprobs import Logprobs
 from forebay.diffusion.passes import BLOCK_CACHES, BlockCache, Passes, Span
 from forebay.diffusion.prefix import PrefixStates
-from forebay.diffusion.remasking import SCORES, choose, commit, quota
+from forebay.diffusion.remasking import SCORES, choose, commit, quota, without
 from forebay.diffusion.transformer import Computed, Rows, Transformer
 
 
@@ -122,7 +123,10 @@ class DiffusionRequest:
         self.tokens_N = torch.cat([prompt_N, masks])
         self.logprobs = None if settings.logprobs is None else Logprobs.empty(settings.length, settings.logprobs)
         self._random = torch.Generator(prompt_N.device).manual_seed(settings.seed)
+        self._ends = torch.tensor(transformer.config.end_tokens, device=prompt_N.device)
         self._block = self._block_step = 0
+        self._open = self._all_of_block()
+        """Places of the current block that are still masked."""
         self._ended = False
 
     @property
@@ -147,27 +151,31 @@ class DiffusionRequest:
 
     def rows(self) -> Rows:
         """What the next pass is to compute."""
-        wanted_N = self._masked() - self._shift
+        wanted_N = self._open - self._shift
         return self.passes.rows(self.tokens_N, self._rows_of_block(), wanted_N, self._begins)
 
-    def take(self, computed: Computed) -> None:
-        """Fill in what the pass is sure of."""
+    def take(self, computed: Computed, logits_NV: Tensor) -> None:
+        """Fill in what the pass is sure of.
+
+        Args:
+            computed: what it left behind.
+            logits_NV: of the rows that were wanted; may be changed.
+        """
         if not self.passes.take(computed, self._begins):
             return
-        masked = self._masked()
-        logits_NV = self.transformer.logits(computed.hidden_ND)
         settings = self.settings
+        logits_NV = without(logits_NV, self._mask)
         found = choose(
-            logits_NV, self._mask, remasking=settings.remasking, temperature=settings.temperature,
-            top_p=settings.top_p, random=self._random,
+            logits_NV, remasking=settings.remasking, temperature=settings.temperature, top_p=settings.top_p,
+            random=self._random,
         )  # fmt: skip
-        places = commit(found.scores_N, self._quota(), settings.threshold)
-        self.tokens_N[masked[places]] = found.tokens_N[places]
+        places, left = commit(found.scores_N, self._quota(), settings.threshold)
+        filled = self._open[places]
+        self.tokens_N[filled] = found.tokens_N[places]
         if self.logprobs is not None:
-            never = torch.tensor([self._mask], device=logits_NV.device)
-            chosen_NV = logits_NV[places].float().index_fill(-1, never, -torch.inf)
-            self.logprobs.put(masked[places] - self._prompt, chosen_NV, found.tokens_N[places])
-        self._advance(left=len(masked) - len(places))
+            self.logprobs.put(filled - self._prompt, logits_NV[places], found.tokens_N[places])
+        self._open = self._open[left]
+        self._advance()
 
     @property
     def _begins(self) -> bool:
@@ -175,8 +183,8 @@ class DiffusionRequest:
         return not self._block_step
 
     def _span(self) -> Span:
-        """The current block within `tokens_N`."""
-        first = self._prompt + self._block * self.settings.block
+        """The current block within `tokens_N`; empty when all are done."""
+        first = min(self._prompt + self._block * self.settings.block, len(self.tokens_N))
         return Span(first, min(first + self.settings.block, len(self.tokens_N)))
 
     def _rows_of_block(self) -> Span:
@@ -184,22 +192,28 @@ class DiffusionRequest:
         first, last = self._span()
         return Span(first - self._shift, last)
 
-    def _masked(self) -> Tensor:
-        """Places of the current block that are still masked."""
-        first, last = self._span()
-        return (self.tokens_N[first:last] == self._mask).nonzero()[:, 0] + first
+    def _all_of_block(self) -> Tensor:
+        return torch.arange(*self._span(), device=self.tokens_N.device)
 
     def _quota(self) -> int:
         first, last = self._span()
         steps = max(1, self.settings.steps // self.settings.blocks)
         return max(1, quota(last - first, steps, self._block_step))
 
-    def _advance(self, left: int) -> None:
+    def _advance(self) -> None:
         self._block_step += 1
-        if left:
+        if len(self._open):
             return
-        first, last = self._span()
-        ends = torch.tensor(self.transformer.config.end_tokens, device=self.tokens_N.device)
-        if not self.settings.ignore_end and bool(torch.isin(self.tokens_N[first:last], ends).any()):
-            self._ended = True
+        if len(self._ends) and not self.settings.ignore_end:
+            self._ended = bool(torch.isin(self.tokens_N[slice(*self._span())], self._ends).any())
         self._block, self._block_step = self._block + 1, 0
+        self._open = self._all_of_block()
+
+
+def advance(transformer: Transformer, requests: Sequence[DiffusionRequest]) -> None:
+    """One pass over some requests; the output layer is read once for all of them."""
+    found = transformer.run([request.rows() for request in requests])
+    hidden = [computed.hidden_ND for computed in found]
+    logits = transformer.logits(torch.cat(hidden)).split([len(part) for part in hidden])
+    for request, computed, logits_NV in zip(requests, found, logits, strict=True):
+        request.take(computed, logits_NV)

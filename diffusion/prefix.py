@@ -30,6 +30,8 @@ class PrefixStates:
     """By b: the state before layer b, (P, D)."""
     limit: int | None = None
     """The largest b that has been found safe for this very prefix, where that is less than its model's table says."""
+    key: bytes = b""
+    """What a cache knows it by."""
 
     def holds(self, depth: int, layers: int) -> bool:
         """Whether a request may reuse `depth` of so many layers right now."""

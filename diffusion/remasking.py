@@ -32,27 +32,30 @@ class Choice:
     """Higher is surer."""
 
 
+def without(logits_NV: Tensor, mask_token: int) -> Tensor:
+    """Logits in float32 in which the mask is impossible: it is never an answer. May change what it is given."""
+    logits_NV = logits_NV.float()
+    logits_NV[:, mask_token] = -torch.inf
+    return logits_NV
+
+
 def choose(
     logits_NV: Tensor,
-    mask_token: int,
     *,
     remasking: str = "confidence",
     temperature: float = 0.0,
     top_p: float = 1.0,
     random: torch.Generator | None = None,
 ) -> Choice:
-    """A token for every position, and how sure it is. The mask itself is never chosen.
+    """A token for every position, and how sure it is.
 
     Args:
-        logits_NV: of the masked positions.
-        mask_token: its id.
+        logits_NV: of the masked positions, in float32.
         remasking: a key of `SCORES`.
         temperature: 0 takes the most probable token.
         top_p: share of the probability to choose from, where the temperature is above 0.
         random: source of chance.
     """
-    never = torch.tensor([mask_token], device=logits_NV.device)
-    logits_NV = logits_NV.float().index_fill(-1, never, -torch.inf)
     if temperature > 0:
         chances_NV = _nucleus((logits_NV / temperature).softmax(-1), top_p)
         tokens_N = torch.multinomial(chances_NV, 1, generator=random)[:, 0]
@@ -103,8 +106,8 @@ def quota(masked: int, steps: int, step: int) -> int:
     return base + (step < rest)
 
 
-def commit(scores_N: Tensor, count: int, threshold: float | None = None) -> Tensor:
-    """Places to fill in this step, at least one.
+def commit(scores_N: Tensor, count: int, threshold: float | None = None) -> tuple[Tensor, Tensor]:
+    """Places to fill in this step, at least one, and those that stay, in their order.
 
     Args:
         scores_N: of the masked positions.
@@ -113,4 +116,5 @@ def commit(scores_N: Tensor, count: int, threshold: float | None = None) -> Tens
     """
     if threshold is not None:
         count = max(1, int((scores_N > threshold).sum()))
-    return scores_N.topk(min(count, len(scores_N))).indices
+    order = scores_N.argsort(descending=True, stable=True)
+    return order[:count], order[count:].sort().values

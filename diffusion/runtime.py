@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from forebay.diffusion.cache import PrefixCache, StateStore
-from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest
+from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest, advance
 from forebay.diffusion.depth import TAU, DepthTable, Rule
 from forebay.diffusion.errors import DiffusionError
 from forebay.diffusion.logprobs import Logprobs
@@ -124,7 +124,7 @@ class Runtime:
 
         Args:
             name: of the request, in what `step` returns.
-            prompt_N: all of its prompt.
+            prompt_N: all of its prompt, best in the host's memory.
             settings: how it is answered.
             prefix: how many of its first tokens others share; None finds out.
 
@@ -174,8 +174,8 @@ class Runtime:
             return []
         requests = [one.request for one in chosen if one.request is not None]
         self.statistics.steps += 1
-        for request, computed in zip(requests, self.transformer.run([one.rows() for one in requests]), strict=True):
-            request.take(computed)
+        advance(self.transformer, requests)
+        for request in requests:
             self._note_audit(request)
         return [block for one in chosen for block in self._report(one)]
 
@@ -205,7 +205,8 @@ class Runtime:
         return chosen
 
     def _enter(self, one: Running) -> None:
-        prefix_P, rest_N = one.prompt_N[: one.prefix], one.prompt_N[one.prefix :]
+        device = self.transformer.weights.norm_D.device
+        prefix_P, rest_N = one.prompt_N[: one.prefix], one.prompt_N[one.prefix :].to(device)
         depth, audit = 0, False
         if self.table and one.prefix:
             depth = self.table.depth(one.prefix, len(one.prompt_N), one.settings.length, self.settings.rule)
@@ -216,7 +217,7 @@ class Runtime:
             every = self.settings.audit
             audit = bool(every) and (self.cache.requests(one.states) - 1) % every == 0
         one.request = DiffusionRequest(
-            self.transformer, one.states or PrefixStates(prefix_P), depth, rest_N, one.settings,
+            self.transformer, one.states or PrefixStates(prefix_P.to(device)), depth, rest_N, one.settings,
             tau=self.settings.tau, audit=audit,
         )  # fmt: skip
         self.statistics.audits += audit

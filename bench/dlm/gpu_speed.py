@@ -15,7 +15,7 @@ from forebay.bench.dlm.gpu_floor import Work
 from forebay.bench.moe.gpu_card import Roof
 from forebay.bench.moe.gpu_clock import Budget, OutOfTime
 from forebay.bench.rounds import Series
-from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest
+from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest, advance
 from forebay.diffusion.depth import DepthTable
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.runtime import Runtime, RuntimeSettings
@@ -91,8 +91,7 @@ def tokens(transformer: Transformer, count: int, seed: int) -> torch.Tensor:
 
 def step(request: DiffusionRequest) -> None:
     """One pass."""
-    (computed,) = request.transformer.run([request.rows()])
-    request.take(computed)
+    advance(request.transformer, [request])
 
 
 def generate(request: DiffusionRequest) -> None:

@@ -17,7 +17,7 @@ import torch
 from forebay.bench.dlm.arms import ARMS, NONE, Arm
 from forebay.bench.dlm.quality import interval
 from forebay.bench.machine import describe_machine, source_commit
-from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest
+from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest, advance
 from forebay.diffusion.depth import DepthTable, find_table
 from forebay.diffusion.errors import DiffusionError
 from forebay.diffusion.prefix import PrefixStates
@@ -129,8 +129,7 @@ def _answer(
     request = DiffusionRequest(transformer, states, depth, rest, arm.settings(base))
     before = time.perf_counter()
     while not request.done:
-        (computed,) = transformer.run([request.rows()])
-        request.take(computed)
+        advance(transformer, [request])
     return request.answer.tolist(), time.perf_counter() - before, depth
 
 

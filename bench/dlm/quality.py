@@ -18,7 +18,7 @@ from forebay.bench.dlm.tasks import TASKS, Item, items, right
 from forebay.bench.suite import Context, Measurement
 from forebay.bench.texts import manual
 from forebay.diffusion.attention import KeyValues
-from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest
+from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest, advance
 from forebay.diffusion.depth import TAU, DepthTable, make_table, similarity
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.transformer import Rows, Transformer
@@ -119,8 +119,7 @@ def answer(
             rest = torch.tensor(item.rest)
             requests.append(DiffusionRequest(transformer, states, depth, rest, settings, audit=audit))
         while waiting := [request for request in requests if not request.done]:
-            for request, computed in zip(waiting, transformer.run([one.rows() for one in waiting]), strict=True):
-                request.take(computed)
+            advance(transformer, waiting)
         found += [request.answer.tolist() for request in requests]
     return found
 

@@ -20,7 +20,7 @@ from forebay.bench.dlm.cost import Cost
 from forebay.bench.dlm.shape import llada_shape, random_weights
 from forebay.bench.rounds import Series, interleave
 from forebay.bench.suite import Context, Measurement, medians
-from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest
+from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest, advance
 from forebay.diffusion.depth import TABLES
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.transformer import Transformer
@@ -129,8 +129,7 @@ def _passes(request: DiffusionRequest, count: int) -> list[float]:
     found = []
     for _ in range(count):
         before = time.perf_counter()
-        (computed,) = request.transformer.run([request.rows()])
-        request.take(computed)
+        advance(request.transformer, [request])
         found.append(time.perf_counter() - before)
     return found
 
@@ -142,8 +141,7 @@ def _generations(bench: Bench, context: Context) -> tuple[dict[str, float], dict
         request = bench.request(arm)
         before = time.perf_counter()
         while not request.done:
-            (computed,) = request.transformer.run([request.rows()])
-            request.take(computed)
+            advance(request.transformer, [request])
         return time.perf_counter() - before
 
     arms = {arm.name: (lambda arm=arm: generate(arm)) for arm in ARMS}

@@ -19,6 +19,7 @@ from forebay.bench.dlm.suite import BARS, DLM, PARTS
 from forebay.bench.dlm.tasks import TASKS, items, right
 from forebay.bench.suite import Context, select
 from forebay.cli.app import app
+from forebay.diffusion.decoding import advance
 from forebay.diffusion.transformer import Transformer
 from forebay.diffusion.weights import load
 from forebay.storage.errors import ConfigError
@@ -51,8 +52,7 @@ def test_the_cost_model_counts_what_is_computed(bench: Bench, arm: str, passes: 
     request = bench.request(arm)
     for _ in range(passes):
         with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counted:
-            (computed,) = bench.transformer.run([request.rows()])
-            request.take(computed)
+            advance(bench.transformer, [request])
     cost = getattr(bench.cost, expected)
     modelled = cost(bench.depth) if expected == "refresh" else cost()
     assert counted.get_total_flops() == pytest.approx(modelled, rel=0.05)

@@ -18,6 +18,7 @@ from forebay.bench.dlm.shape import random_weights
 from forebay.bench.dlm.speed import SETTINGS, TABLE
 from forebay.bench.moe.gpu_card import Roof
 from forebay.diffusion.attention import combine
+from forebay.diffusion.decoding import advance
 from forebay.diffusion.transformer import Join, Transformer
 from tests.diffusion.test_attention import packed
 
@@ -62,8 +63,7 @@ def test_passes_are_those_that_requests_make(bench, arm):
         rows = request.rows()
         joined = bench.transformer.config.layers - rows.prefix.layer if isinstance(rows.prefix, Join) else 0
         found.append(Pass(len(rows.tokens_N), joined, len(rows.wanted)))
-        (computed,) = bench.transformer.run([rows])
-        request.take(computed)
+        advance(bench.transformer, [request])
     assert found == list(bench.work.passes(arm.settings(bench.settings), bench.depth(arm)))
 
 
@@ -131,17 +131,17 @@ def test_kernels_are_summed_and_the_longest_named():
 
 def test_waits_are_told_by_their_line(bench, monkeypatch):
     modes = []
-    nonzero = torch.Tensor.nonzero
+    argsort = torch.Tensor.argsort
 
-    def waiting(tensor: torch.Tensor) -> torch.Tensor:
+    def waiting(tensor: torch.Tensor, **options: bool) -> torch.Tensor:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
-        return nonzero(tensor)
+        return argsort(tensor, **options)
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.Tensor, "nonzero", waiting)
+    monkeypatch.setattr(torch.Tensor, "argsort", waiting)
     request = bench.request(NONE)
     found = gpu_profile.host_waits(lambda: gpu_speed.step(request))
     assert modes == ["warn", "default"]
     assert sum(found.values()) >= 1
-    assert all(line.startswith("diffusion/decoding.py:") for line in found)
+    assert all(line.startswith("diffusion/remasking.py:") for line in found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest
+from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest, advance
 from forebay.diffusion.errors import DiffusionError
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.prefixes import PrefixFinder
@@ -56,7 +56,7 @@ def request(transformer: Transformer, ids: torch.Tensor, prefix: int, depth: int
 def answer(transformer: Transformer, *given, **changes) -> list[int]:
     mine = request(transformer, *given, **changes)
     while not mine.done:
-        mine.take(transformer.run([mine.rows()])[0])
+        advance(transformer, [mine])
     return mine.answer.tolist()
 
 

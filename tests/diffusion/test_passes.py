@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest
+from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest, advance
 from forebay.diffusion.passes import STRETCH, safe_depth
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.transformer import Join, Rows, Transformer
@@ -41,8 +41,7 @@ def run(transformer: Transformer, one: DiffusionRequest) -> list[Rows]:
     found = []
     while not one.done:
         found.append(one.rows())
-        (computed,) = transformer.run([found[-1]])
-        one.take(computed)
+        advance(transformer, [one])
     return found
 
 

@@ -44,7 +44,7 @@ class Engine:
         )
         settings = RuntimeSettings(batch=sequences, request_bytes=request_bytes)
         runtime = Runtime(Transformer(WEIGHTS), DepthTable({0: 1}, 6, "test"), settings)
-        self.driver = Driver(runtime, torch.device("cpu"))
+        self.driver = Driver(runtime)
 
     @property
     def runtime(self):

@@ -16,9 +16,8 @@ from forebay.vllm_ext.diffusion.messages import BlockDone, Counts, DiffusionOutp
 class Driver:
     """One rank's."""
 
-    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.device = device
         self._queued: dict[str, Running] = {}
         """Requests that have not left the runtime's queue."""
 
@@ -50,7 +49,7 @@ class Driver:
     def _submit(self, one: Entering) -> str | None:
         """Hand a request to the runtime; why not, if it refuses."""
         try:
-            self.runtime.submit(one.name, torch.tensor(one.prompt, device=self.device), one.settings, one.prefix)
+            self.runtime.submit(one.name, torch.tensor(one.prompt), one.settings, one.prefix)
         except DiffusionError as error:
             return str(error)
         self._queued[one.name] = self.runtime.waiting[-1]

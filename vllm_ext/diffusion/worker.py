@@ -67,7 +67,7 @@ class DiffusionWorker(WorkerBase):
         shard = Shard(group.rank_in_group, group.world_size)
         weights = load(folder, self.model_config.dtype, str(self.device), shard)
         transformer = Transformer(weights, reduce=group.all_reduce if group.world_size > 1 else None)
-        self.driver = Driver(self._make_runtime(transformer, folder), self.device)
+        self.driver = Driver(self._make_runtime(transformer, folder))
 
     def _make_runtime(self, transformer: Transformer, folder: Path) -> Runtime:
         server = read_config(self.vllm_config.additional_config)
