@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
