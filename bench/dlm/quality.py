@@ -69,20 +69,14 @@ def _compare(
         depth = _depth(arm, table, questions[0], settings)
         answers = answer(transformer, questions, depth, arm.settings(settings))
         reference = reference or answers
-        hits = sum(right(given, item) for given, item in zip(answers, questions, strict=True))
-        low, high = interval(hits, len(questions))
         same = [
             mine == other
             for given, expected in zip(answers, reference, strict=True)
             for mine, other in zip(given, expected, strict=True)
         ]
-        found[arm.name] = {
-            "accuracy": hits / len(questions),
-            "interval": [low, high],
-            "agreement": sum(same) / len(same),
-            "layers_reused": depth,
-        }
-        found[arm.name]["drop_points"] = 100 * (found[NONE.name]["accuracy"] - found[arm.name]["accuracy"])
+        found[arm.name] = {"agreement": sum(same) / len(same), "layers_reused": depth} | _accuracy(answers, questions)
+        if "accuracy" in found[arm.name]:
+            found[arm.name]["drop_points"] = 100 * (found[NONE.name]["accuracy"] - found[arm.name]["accuracy"])
     return {"items": len(questions), "arms": found} | _guarded(transformer, questions, table, reference, settings)
 
 
@@ -96,9 +90,16 @@ def _guarded(
     """The paper's rule, every request with an audit: what the guard mends of it."""
     depth = _depth(BICACHE_PAPER, table, questions[0], settings)
     answers = answer(transformer, questions, depth, settings, audit=True)
-    hits = sum(right(given, item) for given, item in zip(answers, questions, strict=True))
     same = sum(given == expected for given, expected in zip(answers, reference, strict=True))
-    return {"paper_rule_with_guard": {"accuracy": hits / len(questions), "same_answers": same / len(questions)}}
+    return {"paper_rule_with_guard": {"same_answers": same / len(questions)} | _accuracy(answers, questions)}
+
+
+def _accuracy(answers: Sequence[list[int]], questions: Sequence[Item]) -> dict[str, Any]:
+    """Share of right answers with its interval; nothing where the questions are running text."""
+    if not questions[0].answer:
+        return {}
+    hits = sum(right(given, item) for given, item in zip(answers, questions, strict=True))
+    return {"accuracy": hits / len(questions), "interval": list(interval(hits, len(questions)))}
 
 
 def _depth(arm: Arm, table: DepthTable, item: Item, settings: DecodingSettings) -> int:
