@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from forebay.diffusion.attention import Asked, Attention, KeyValues, attend, attend_varlen
 from forebay.diffusion.weights import LayerWeights, ModelWeights
+from forebay.kernels.linear import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ class Transformer:
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """(N, V): to be asked for the rows that are needed only."""
         with torch.no_grad():
-            return functional.linear(self._norm(hidden_ND, self.weights.norm_D), self.weights.output_VD)
+            return linear(self._norm(hidden_ND, self.weights.norm_D), self.weights.output_VD)
 
     def average(self, values: Sequence[float]) -> list[float]:
         """The same numbers in all processes of a tensor-parallel group: the mean of theirs."""
@@ -250,9 +251,9 @@ class Transformer:
             ]
         )
         x_ND = x_ND if asking is None else x_ND[asking]
-        x_ND = x_ND + self._sum(functional.linear(torch.cat(attended).flatten(1), layer.attention_output))
-        gate, up = functional.linear(self._norm(x_ND, layer.mlp_norm_D), layer.gate_up).chunk(2, dim=-1)
-        return x_ND + self._sum(functional.linear(functional.silu(gate) * up, layer.down_DI))
+        x_ND = x_ND + self._sum(linear(torch.cat(attended).flatten(1), layer.attention_output))
+        gate, up = linear(self._norm(x_ND, layer.mlp_norm_D), layer.gate_up).chunk(2, dim=-1)
+        return x_ND + self._sum(linear(functional.silu(gate) * up, layer.down_DI))
 
     def _project(
         self,
@@ -265,14 +266,14 @@ class Transformer:
         """Queries of some rows, and keys and values of others, all of them with RoPE where it belongs."""
         size, heads, kv_heads = self.config.head_size, self._heads, self._kv_heads
         if asking is None and asked is None:
-            both = functional.linear(normed_ND, layer.qkv, layer.qkv_bias).view(len(normed_ND), -1, size)
+            both = linear(normed_ND, layer.qkv, layer.qkv_bias).view(len(normed_ND), -1, size)
             turned = self._rotate(both[:, : heads + kv_heads], rotation)
             return turned[:, :heads], turned[:, heads:], both[:, heads + kv_heads :]
         cut = heads * size
         bias = (None, None) if layer.qkv_bias is None else (layer.qkv_bias[:cut], layer.qkv_bias[cut:])
         mine, theirs = (normed_ND if one is None else normed_ND[one] for one in (asking, asked))
-        queries = functional.linear(mine, layer.qkv[:cut], bias[0]).view(len(mine), heads, size)
-        pairs = functional.linear(theirs, layer.qkv[cut:], bias[1]).view(len(theirs), 2 * kv_heads, size)
+        queries = linear(mine, layer.qkv[:cut], bias[0]).view(len(mine), heads, size)
+        pairs = linear(theirs, layer.qkv[cut:], bias[1]).view(len(theirs), 2 * kv_heads, size)
         turned, rotated = (
             self._rotate(one, rotation if places is None else rotation[places])
             for one, places in ((queries, asking), (pairs[:, :kv_heads], asked))

@@ -7,4 +7,12 @@ def forward(
     sizes: tuple[int, ...],
     /,
 ) -> None: ...
+def linear(
+    variant: str,
+    elements: tuple[int, int],
+    threads: int,
+    addresses: tuple[int, int, int, int],
+    sizes: tuple[int, int, int],
+    /,
+) -> None: ...
 def variants() -> list[str]: ...

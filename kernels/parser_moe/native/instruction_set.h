@@ -1,5 +1,6 @@
 /* All kernels for one instruction set: define LANES and TABLE, switch the target on, include this. */
 #include "layer.h"
+#include "linear.h"
 
 #include <math.h>
 
@@ -64,9 +65,10 @@ static long lower_bound(const int32_t *list, long low, long high, long value)
 #include "kernels.h"
 
 #include "stages.h"
+#include "panels.h"
 
 #define ELEMENTS_OF(type, element) {multiply_##type, unpack_##type, pack_##type, add_##type, sizeof(element)}
 
-const Kernels TABLE = {hidden, output, {
+const Kernels TABLE = {hidden, output, transpose, columns, {
     [F32] = ELEMENTS_OF(f32, float), [BF16] = ELEMENTS_OF(bf16, uint16_t), [F16] = ELEMENTS_OF(f16, uint16_t),
     [I8] = {.multiply = multiply_i8, .unpack = unpack_i8, .size = 1}}};

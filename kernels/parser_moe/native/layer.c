@@ -1,30 +1,16 @@
-/* Tokens sorted by expert, scratch memory, and the two parallel loops of a forward pass.
- *
- * Threads are OpenMP's, because torch's are: both share one libgomp, so the thread pool that torch warmed up is used
- * and `torch.set_num_threads` and the engine's core binding hold here too.
- */
+/* Tokens sorted by expert, scratch memory, and the two parallel loops of a forward pass. */
 #include "layer.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-static int thread_number(void) { return omp_get_thread_num(); }
-#else
-static int thread_number(void) { return 0; }
-#endif
+#include "pieces.h"
 
 enum {
     TILE = 2048,            /* tokens at a time: bounds the memory, and is far beyond where speed saturates */
     DECODE = 16,            /* tokens up to which reading the weights takes longer than computing */
     MOST = 256,             /* columns per piece of work with many tokens */
-    TURNS = 8,              /* pieces for each thread then, so that all end together though other work holds one up */
 };
-
-static long min_long(long a, long b) { return a < b ? a : b; }
-static long max_long(long a, long b) { return a > b ? a : b; }
-static long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 
 const char *layer_problem(const Layer *layer)
 {
@@ -43,15 +29,6 @@ const char *layer_problem(const Layer *layer)
             return "indices must be hidden units of the backbone";
     }
     return NULL;
-}
-
-/* ---- one block of memory cut into pieces: called once to learn the size, once to cut ---- */
-
-static void *take(char **next, size_t bytes)
-{
-    char *piece = *next;
-    *next += round_up((long)bytes, LINE);
-    return piece;
 }
 
 /* ---- plan ---- */
@@ -92,9 +69,6 @@ typedef struct {
     float *hidden;
     float *x_TD, *y_TD, *hidden_TH;
 } Arrays;
-
-/* Whole vectors may be read at the end, and rows a power of two apart would fall into the same sets of a cache. */
-static size_t row_stride(long length) { return (size_t)round_up(length, ROUND) + ROUND; }
 
 static void cut_plan(const Layer *layer, Plan *plan, Arrays *arrays, size_t hidden, char **next)
 {
@@ -265,13 +239,6 @@ static int forward_tile(const Layer *layer, const Kernels *kernels, int threads)
     return scratches ? 0 : -1;
 }
 
-/* A thread that wakes up for less than some 10 microseconds of work costs more than it brings. */
-static int useful(const Layer *layer, int threads)
-{
-    long products = 3 * layer->tokens * layer->hidden * layer->model;
-    return (int)min_long(threads, 1 + products / (1 << 17));
-}
-
 int layer_forward(const Layer *layer, const Kernels *kernels, int threads)
 {
     for (long first = 0; first < layer->tokens; first += TILE) {
@@ -281,7 +248,7 @@ int layer_forward(const Layer *layer, const Kernels *kernels, int threads)
         tile.y_TD = (char *)layer->y_TD + first * layer->model * layer->rows->size;
         tile.topk_weights_TK += first * layer->top_k;
         tile.topk_ids_TK += first * layer->top_k;
-        if (forward_tile(&tile, kernels, useful(&tile, threads)))
+        if (forward_tile(&tile, kernels, useful_threads(3 * tile.tokens * tile.hidden * tile.model, threads)))
             return -1;
     }
     return 0;

@@ -92,10 +92,20 @@ struct Elements {
     long size;              /* bytes of an element */
 };
 
+/* See linear.h. */
+typedef struct Linear Linear;
+typedef struct LinearSpace LinearSpace;
+/* Elements [from, to) of all rows of x, at most STRETCH; all rows of an element side by side, panel after panel. */
+typedef void TransposeKernel(const Linear *linear, float *x_KM, long from, long to);
+/* Columns [from, to) of y, at most COLUMNS. The order of summation is that of the elements. */
+typedef void ColumnsKernel(const Linear *linear, const float *x_KM, LinearSpace *space, long from, long to);
+
 /* For one instruction set. */
 typedef struct {
     HiddenKernel *hidden;
     OutputKernel *output;
+    TransposeKernel *transpose;
+    ColumnsKernel *columns;
     Elements elements[ELEMENTS];
 } Kernels;
 
@@ -108,7 +118,7 @@ int layer_forward(const Layer *layer, const Kernels *kernels, int threads);
 
 /* Memory for one call, aligned to lines of the cache. What was given back last is kept for the next call of its kind: the
  * kernel would clear its pages again. NULL when there is none. */
-enum { PLAN_MEMORY, SCRATCH_MEMORY, MEMORIES };
+enum { PLAN_MEMORY, SCRATCH_MEMORY, LINEAR_MEMORY, MEMORIES };
 void *memory_take(int kind, size_t bytes);
 void memory_give(int kind, void *memory);
 

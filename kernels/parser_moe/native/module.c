@@ -1,8 +1,9 @@
-/* Python's view of the layer: `forward` on addresses, checked by cpu.py. Stable ABI, Python 3.11 and later. */
+/* Python's view of layers: on addresses, checked by cpu.py and linear.py. Stable ABI, Python 3.11 and later. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "layer.h"
+#include "linear.h"
 
 #include <string.h>
 
@@ -117,8 +118,37 @@ static PyObject *forward(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *linear(PyObject *self, PyObject *args)
+{
+    (void)self;
+    Linear layer;
+    const char *variant;
+    unsigned long long y, x, weight, bias;
+    int weights, rows, threads, result;
+    if (!PyArg_ParseTuple(args, "s(ii)i(KKKK)(lll)", &variant, &weights, &rows, &threads, &y, &x, &weight, &bias,
+                          &layer.m, &layer.n, &layer.k))
+        return NULL;
+    const Kernels *kernels = kernels_of(variant);
+    if (!kernels)
+        return NULL;
+    if (weights < 0 || weights > F16 || rows < 0 || rows > F16 || threads < 1)
+        return PyErr_Format(PyExc_ValueError, "no kernels for element types %d, %d on %d threads", weights, rows, threads);
+    if (layer.m < 0 || layer.n < 0 || layer.k < 1)
+        return PyErr_Format(PyExc_ValueError, "no product of sizes %ld, %ld, %ld", layer.m, layer.n, layer.k);
+    layer.y_MN = (void *)(uintptr_t)y, layer.bias_N = (const void *)(uintptr_t)bias;
+    layer.x_MK = (const void *)(uintptr_t)x, layer.weight_NK = (const void *)(uintptr_t)weight;
+    layer.weights = kernels->elements + weights, layer.rows = kernels->elements + rows;
+    Py_BEGIN_ALLOW_THREADS
+    result = linear_forward(&layer, kernels, threads);
+    Py_END_ALLOW_THREADS
+    if (result)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"forward", forward, METH_VARARGS, "One layer; see cpu.py for the order of the addresses and sizes."},
+    {"linear", linear, METH_VARARGS, "y = x w^T + bias; see linear.py for the order of the addresses and sizes."},
     {"variants", variant_names, METH_NOARGS, "Names of the kernels that this processor can run, best first."},
     {NULL, NULL, 0, NULL},
 };
