@@ -106,10 +106,11 @@ def merge(found: Sequence[Weighted]) -> Tensor:
     """One attention over all segments, (N, Q, S)."""
     if len(found) == 1:
         return found[0].results
-    shares = torch.stack([one.weights for one in found]).softmax(0).unsqueeze(-1)
-    merged = found[0].results.float() * shares[0]
-    for one, share in zip(found[1:], shares[1:], strict=True):
-        merged.addcmul_(one.results.float(), share)
+    merged, weights = found[0]
+    for place, one in enumerate(found[1:], 2):
+        share = (one.weights - weights).sigmoid().unsqueeze(-1)
+        merged = torch.lerp(merged.float(), one.results.float(), share)
+        weights = torch.logaddexp(weights, one.weights) if place < len(found) else weights
     return merged.to(found[0].results.dtype)
 
 
