@@ -23,7 +23,7 @@ REQUESTS, PREFIX = 8, 500
 
 def measure(context: Context) -> Measurement:
     """Throughput of BiCache, and among the details that with Fast-dLLM's dual cache."""
-    layers, steps = (4, 16) if context.quick else (16, 32)
+    layers, steps = (2, 8) if context.quick else (16, 32)
     transformer = Transformer(random_weights(llada_shape(layers=layers)))
     table = DepthTable(
         {share: -(-depth * layers // 32) for share, depth in TABLE.leading.items()}, layers, TABLE.source

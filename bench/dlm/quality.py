@@ -35,7 +35,7 @@ def measure(context: Context) -> Measurement:
     """All ratios of quality."""
     transformer = Transformer(load(MODEL))
     arms = QUICK_ARMS if context.quick else ARMS
-    questions = {task: items(MODEL, task, 60 if context.quick else 300, SEED) for task in TASKS}
+    questions = {task: items(MODEL, task, 40 if context.quick else 300, SEED) for task in TASKS}
     table = _table(transformer, [item for one in questions.values() for item in one[:24]])
     found = {}
     for task, asked in questions.items():
