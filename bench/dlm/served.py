@@ -64,6 +64,7 @@ def measure(context: Context) -> Measurement:
         for number in range(PREFIXES):
             _complete(server, _prompt(100 + number, number), number)
         counts = _wait_for_counts(server)
+        server.kill()  # nothing of it is needed any more
     found.details["after_restart"] = counts
     found.ratios["restart_hit_rate"] = counts["prefix_restored"] / max(1.0, counts["asked"])
     return found

@@ -1,14 +1,14 @@
 """Tokens per second of every arm: `vs_none`, `vs_intra`, `vs_dual`, `model_fit`, on random weights of LLaDA's shape.
 
-The quick form times each kind of pass once per round and adds them up to refresh cycles of T = 16 steps: one refresh
-and fifteen others. `none` and the refreshes of `intra` and of Fast-dLLM's caches are one and the same pass. The long
-form times whole generations of every arm.
+Each kind of pass is timed in every round, and they are added up to refresh cycles of T = 16 steps: one refresh and
+fifteen others. `none` and the refreshes of `intra` and of Fast-dLLM's caches are one and the same pass. The long form
+adds a longer prefix, and a whole generation of every arm behind the shortest one, to compare with.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -72,56 +72,65 @@ def measure(context: Context) -> Measurement:
     transformer = Transformer(random_weights(llada_shape()))
     found = Measurement()
     fits = []
-    for prefix in QUICK_PREFIXES if context.quick else LONG_PREFIXES:
-        context.say(f"P = {prefix}")
+    for prefix in _prefixes(context):
         bench = Bench.make(transformer, prefix)
-        seconds, details = (_cycles if context.quick else _generations)(bench, context)
-        fits += _compare(bench, seconds, details)
+        rounds, details = _cycles(bench, context)
+        details["model"] = {"depth": bench.depth, "speedups": _compare(bench, rounds)}
+        if not context.quick and prefix == min(LONG_PREFIXES):
+            details["generations"] = _generations(bench, context)
+        fits += [row["fit"] for row in details["model"]["speedups"].values()]
         found.details[f"p{prefix}"] = details
-        for name, value in _ratios(seconds).items():
-            found.ratios[f"{name}_p{prefix}"] = value
+        found.ratios[f"vs_none_p{prefix}"] = _speedup(rounds, NONE, BICACHE)
+        found.ratios[f"vs_intra_p{prefix}"] = _speedup(rounds, INTRA, BICACHE)
+        found.ratios[f"vs_dual_p{prefix}"] = _speedup(rounds, DUAL, BICACHE_DUAL)
     found.ratios["model_fit"] = min(fits)
     return found
 
 
-def _ratios(seconds: dict[str, float]) -> dict[str, float]:
-    bicache = seconds[BICACHE.name]
-    return {
-        "vs_none": seconds[NONE.name] / bicache,
-        "vs_intra": seconds[INTRA.name] / bicache,
-        "vs_dual": seconds[DUAL.name] / seconds[BICACHE_DUAL.name],
-    }
+def _prefixes(context: Context) -> tuple[int, ...]:
+    """Those that the wanted ratios are about; `model_fit` is about all."""
+    known = QUICK_PREFIXES if context.quick else LONG_PREFIXES
+    if not context.wanted or "model_fit" in context.wanted:
+        return known
+    return tuple(prefix for prefix in known if any(name.endswith(f"_p{prefix}") for name in context.wanted))
 
 
-def _cycles(bench: Bench, context: Context) -> tuple[dict[str, float], dict[str, Any]]:
-    """Seconds of a refresh cycle of every arm, from those of its passes.
+def _speedup(rounds: Sequence[Mapping[str, float]], slow: Arm, fast: Arm) -> float:
+    """The median over the rounds: what is compared was measured side by side."""
+    return median(one[slow.name] / one[fast.name] for one in rounds)
 
-    Two blocks of two steps each, refreshed once: its passes are a refresh, one of the block, one of all rows behind
-    the prefix, and again one of the block.
+
+def _cycles(bench: Bench, context: Context) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Seconds of a refresh cycle of every arm in every round, from those of its passes.
+
+    Two blocks of four steps each, refreshed once: its passes are a refresh, three of the block, one of all rows behind
+    the prefix, and again three of the block.
     """
-    short = replace(SETTINGS, steps=2 * SETTINGS.blocks, refresh=1000)
-    kinds: dict[str, Callable[[], dict[str, float]]] = {
-        "full": lambda: dict(zip(["full"], _passes(bench.request(NONE, short), 1), strict=True)),
-        "others": lambda: dict(
-            zip(
-                ["refresh", "block", "step", "block_again"], _passes(bench.request(BICACHE_DUAL, short), 4), strict=True
-            )
-        ),
+    short = replace(SETTINGS, steps=4 * SETTINGS.blocks, refresh=1000)
+    kinds: dict[str, Callable[[], list[float]]] = {
+        "full": lambda: _passes(bench.request(NONE, short), 1),
+        "others": lambda: _passes(bench.request(BICACHE_DUAL, short), 8),
     }
-    rounds = interleave(kinds, context.rounds, lambda kind: context.say(f"P = {bench.prefix}: {kind}"))
-    merged = [one | two for one, two in zip(rounds["full"], rounds["others"], strict=True)]
-    series = {name: Series.of([one[name] for one in merged], "s") for name in merged[0]}
-    full, refresh, step = (series[name].median for name in ("full", "refresh", "step"))
-    block = median([*series["block"].values, *series["block_again"].values])
+    found = interleave(kinds, context.rounds, lambda kind: context.say(f"P = {bench.prefix}: {kind}"))
+    rounds, passes = [], []
+    for (full,), (refresh, *before, step, one, two, three) in zip(found["full"], found["others"], strict=True):
+        block = median([*before, one, two, three])
+        passes.append({"full": full, "refresh": refresh, "step": step, "block": block})
+        rounds.append(_arms(full, refresh, step, block))
+    series = {name: Series.of([one[name] for one in passes], "s") for name in passes[0]}
+    return rounds, {"passes": medians(series), "cycle_seconds": rounds}
+
+
+def _arms(full: float, refresh: float, step: float, block: float) -> dict[str, float]:
+    """Cycles, in whatever passes are counted in."""
     others = SETTINGS.refresh - 1
-    seconds = {
+    return {
         NONE.name: full * SETTINGS.refresh,
         INTRA.name: full + others * step,
         DUAL.name: full + others * block,
         BICACHE.name: refresh + others * step,
         BICACHE_DUAL.name: refresh + others * block,
     }
-    return seconds, {"passes": medians(series), "cycle_seconds": seconds}
 
 
 def _passes(request: DiffusionRequest, count: int) -> list[float]:
@@ -134,35 +143,29 @@ def _passes(request: DiffusionRequest, count: int) -> list[float]:
     return found
 
 
-def _generations(bench: Bench, context: Context) -> tuple[dict[str, float], dict[str, Any]]:
-    """Seconds of a whole generation of every arm."""
-
-    def generate(arm: Arm) -> float:
+def _generations(bench: Bench, context: Context) -> dict[str, dict[str, float]]:
+    """A whole generation of every arm, once."""
+    found: dict[str, dict[str, float]] = {}
+    for arm in ARMS:
+        context.say(f"P = {bench.prefix}, a whole generation: {arm.name}")
         request = bench.request(arm)
         before = time.perf_counter()
         while not request.done:
             advance(request.transformer, [request])
-        return time.perf_counter() - before
+        seconds = time.perf_counter() - before
+        found[arm.name] = {
+            "seconds": seconds,
+            "speedup": found.get(NONE.name, {"seconds": seconds})["seconds"] / seconds,
+        }
+    return found
 
-    arms = {arm.name: (lambda arm=arm: generate(arm)) for arm in ARMS}
-    rounds = interleave(arms, context.rounds, lambda arm: context.say(f"P = {bench.prefix}: {arm}"))
-    series = {name: Series.of(values, "s") for name, values in rounds.items()}
-    return {name: one.median for name, one in series.items()}, {"generation_seconds": medians(series)}
 
-
-def _compare(bench: Bench, seconds: dict[str, float], details: dict[str, Any]) -> list[float]:
-    """Measured speed-up over `none`, relative to what counting operations says; of every arm."""
-    cost, others = bench.cost, SETTINGS.refresh - 1
-    operations = {
-        INTRA.name: cost.full() + others * cost.step(),
-        DUAL.name: cost.full() + others * cost.block_step(),
-        BICACHE.name: cost.refresh(bench.depth) + others * cost.step(),
-        BICACHE_DUAL.name: cost.refresh(bench.depth) + others * cost.block_step(),
-    }
-    none = cost.full() * SETTINGS.refresh
+def _compare(bench: Bench, rounds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Measured speed-up over `none`, and what counting operations says; of every arm."""
+    cost, depth = bench.cost, bench.depth
+    operations = _arms(cost.full(), cost.refresh(depth), cost.step(), cost.block_step())
     rows = {}
-    for name, count in operations.items():
-        measured, expected = seconds[NONE.name] / seconds[name], none / count
-        rows[name] = {"speedup": measured, "cost_model": expected, "fit": measured / expected}
-    details["model"] = {"depth": bench.depth, "speedups": rows}
-    return [row["fit"] for row in rows.values()]
+    for arm in (INTRA, DUAL, BICACHE, BICACHE_DUAL):
+        measured, expected = _speedup(rounds, NONE, arm), operations[NONE.name] / operations[arm.name]
+        rows[arm.name] = {"speedup": measured, "cost_model": expected, "fit": measured / expected}
+    return rows
