@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -101,13 +102,7 @@ def kv(
         }
         options = {name: size for name, size in sizes.items() if size} | ({} if limit is None else {"limit": limit})
         report = bench_trace.run(trace, None if no_io else (work, pool, speed), options) | {"command": command}
-    if str(json_file) != "-":
-        (_show if trace is None else bench_trace.show)(report)
-    if json_file:
-        write_json(report, json_file)
-    if plot:
-        _plot(report, plot)
-    raise typer.Exit(OK if report["ok"] else PROBLEM)
+    _finish(report, _show if trace is None else bench_trace.show, json_file, plot)
 
 
 def _size(option: str, text: str) -> int:
@@ -133,13 +128,7 @@ def moe(
     from forebay.bench.moe.suite import MOE
 
     report = _measure(MOE, work, quick, rounds, only, shlex.join(["forebay", *sys.argv[1:]]))
-    if str(json_file) != "-":
-        _show(report)
-    if json_file:
-        write_json(report, json_file)
-    if plot:
-        _plot(report, plot)
-    raise typer.Exit(OK if report["ok"] else PROBLEM)
+    _finish(report, _show, json_file, plot)
 
 
 @app.command()
@@ -179,6 +168,13 @@ def dlm(
         from forebay.bench.dlm.suite import DLM
 
         report, show = _measure(DLM, work, quick, rounds, only, command), _show
+    _finish(report, show, json_file, plot)
+
+
+def _finish(
+    report: dict[str, Any], show: Callable[[dict[str, Any]], None], json_file: Path | None, plot: Path | None
+) -> NoReturn:
+    """What every benchmark does with its report in the end."""
     if str(json_file) != "-":
         show(report)
     if json_file:

@@ -18,7 +18,7 @@ from forebay.bench.dlm.shape import random_weights
 from forebay.bench.dlm.speed import TABLE
 from forebay.bench.machine import source_commit
 from forebay.bench.moe.gpu_card import Roof, describe, measure_roof
-from forebay.bench.moe.gpu_clock import Budget, Clock, OutOfTime
+from forebay.bench.moe.gpu_clock import Budget, Clock, OutOfTime, is_lost, take_step
 from forebay.diffusion.attention import heads_first
 from forebay.diffusion.transformer import Transformer
 
@@ -54,37 +54,15 @@ def run(
     every = list(steps)
     for number, (name, step) in enumerate(every):
         progress(number, len(every), name)
-        fine = _take(name, step, budget, report)
+        fine = take_step(name, step, budget, report)
         report |= steps.found()
         report["ok"] = not report["errors"] and all(one["ok"] for one in steps.checks)
         save(report)
-        if not fine and _lost(plan.device):
+        if not fine and is_lost(plan.device):
             report["left_out"] += [f"{later}: the GPU answers no more" for later, _ in every[number + 1 :]]
             save(report)
             break
     return report
-
-
-def _take(name: str, step: Callable[[], None], budget: Budget, report: Report) -> bool:
-    """Run a step if there is time; whether nothing went wrong."""
-    try:
-        budget.check()
-        step()
-    except OutOfTime:
-        report["left_out"].append(name)
-    except Exception as error:  # the other steps may still tell something
-        report["errors"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        return False
-    return True
-
-
-def _lost(device: torch.device) -> bool:
-    """Whether an error has broken the connection to the GPU, as an illegal address does."""
-    try:
-        torch.empty(1, device=device).zero_().item()
-    except RuntimeError:
-        return True
-    return False
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,8 +77,3 @@ def items(folder: Path, task: str, count: int, seed: int) -> list[Item]:
 def right(answer: list[int], item: Item) -> bool:
     """Whether an answer is the expected one, up to its first end token."""
     return answer[: answer.index(END) if END in answer else None] == item.answer
-
-
-def to_json(found: list[Item]) -> list[dict[str, Any]]:
-    """For a file of tasks."""
-    return [item._asdict() for item in found]

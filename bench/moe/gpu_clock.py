@@ -112,3 +112,25 @@ def load(target: Tensors, source: Tensors) -> None:
     """Copy every tensor of one dataclass into those of another, which a CUDA graph reads."""
     for field in dataclasses.fields(target):  # type: ignore[arg-type]
         getattr(target, field.name).copy_(getattr(source, field.name))
+
+
+def take_step(name: str, step: Callable[[], None], budget: Budget, report: dict[str, Any]) -> bool:
+    """Run a step if there is time; whether nothing went wrong."""
+    try:
+        budget.check()
+        step()
+    except OutOfTime:
+        report["left_out"].append(name)
+    except Exception as error:  # the other steps may still tell something
+        report["errors"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        return False
+    return True
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether an error has broken the connection to the GPU, as an illegal address does."""
+    try:
+        torch.empty(1, device=device).zero_().item()
+    except RuntimeError:
+        return True
+    return False

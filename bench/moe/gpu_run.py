@@ -12,7 +12,7 @@ import torch
 from forebay.bench.machine import source_commit
 from forebay.bench.moe.gpu_card import Roof, describe, measure_roof
 from forebay.bench.moe.gpu_check import Case, Forward, cases, check
-from forebay.bench.moe.gpu_clock import Budget, Clock, OutOfTime
+from forebay.bench.moe.gpu_clock import Budget, Clock, is_lost, take_step
 from forebay.bench.moe.gpu_dense import ARMS, Arm
 from forebay.bench.moe.gpu_times import MODELS, TOKENS, Bench, build, measure
 from forebay.bench.moe.gpu_tuning import Sweep, choosing, default, suggest
@@ -91,7 +91,7 @@ def run(
     every = list(steps(plan, budget, report))
     for number, (name, step) in enumerate(every):
         progress(number, len(every), name)
-        if not _take(name, step, budget, report) and _lost(plan.device):
+        if not take_step(name, step, budget, report) and is_lost(plan.device):
             report["left_out"] += [f"{later}: the GPU answers no more" for later, _ in every[number + 1 :]]
             break
         save(report)
@@ -99,28 +99,6 @@ def run(
     report["ok"] = not report["errors"] and all(row["ok"] for row in [*report["checks"], *report["rows"]])
     save(report)
     return report
-
-
-def _take(name: str, step: Callable[[], None], budget: Budget, report: Report) -> bool:
-    """Run a step if there is time; whether nothing went wrong."""
-    try:
-        budget.check()
-        step()
-    except OutOfTime:
-        report["left_out"].append(name)
-    except Exception as error:  # the other steps may still tell something
-        report["errors"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        return False
-    return True
-
-
-def _lost(device: torch.device) -> bool:
-    """Whether an error has broken the connection to the GPU, as an illegal address does."""
-    try:
-        torch.empty(1, device=device).zero_().item()
-    except RuntimeError:
-        return True
-    return False
 
 
 def steps(plan: Plan, budget: Budget, report: Report) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -137,7 +137,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch):
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(gpu_run, "profile", refuse)
-    monkeypatch.setattr(gpu_run, "_lost", lambda device: True)
+    monkeypatch.setattr(gpu_run, "is_lost", lambda device: True)
     report = gpu_run.run(small(), Budget(100))
     assert len(report["errors"]) == 1
     assert all("the GPU answers no more" in one for one in report["left_out"])

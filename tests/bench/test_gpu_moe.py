@@ -113,7 +113,7 @@ def test_time_that_ends_within_a_row_leaves_that_row_out(monkeypatch):
     roof = asdict(Roof(1e9, 1e9))
     report = {"rows": [], "roof": roof, "left_out": [], "errors": {}, "dense_passed_over": {}}
     for name, step in list(gpu_run.steps(plan(cases=()), budget, report))[1:]:
-        gpu_run._take(name, step, budget, report)
+        gpu_run.take_step(name, step, budget, report)
     assert report["rows"] == []
     assert report["left_out"][0] == "small, 1 tokens"
 
@@ -137,7 +137,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch):
     def broken(*arguments):
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(gpu_run, "_lost", lambda device: True)
+    monkeypatch.setattr(gpu_run, "is_lost", lambda device: True)
     report = gpu_run.run(plan(forward=broken), Budget(100))
     assert list(report["errors"]) == ["check: T 1, K 4, bfloat16, silu"]
     assert len(report["left_out"]) == 5

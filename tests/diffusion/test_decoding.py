@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.bench.dlm import tasks
+from forebay.bench.dlm.tasks import END
 from forebay.diffusion.decoding import DecodingSettings, DiffusionRequest, advance
 from forebay.diffusion.errors import DiffusionError
 from forebay.diffusion.prefix import PrefixStates
 from forebay.diffusion.remasking import SCORES, choose, commit, quota, without
 from forebay.diffusion.transformer import Transformer
 from forebay.diffusion.weights import load
-from tests.diffusion.legends import END, legends
 from tests.diffusion.naive import Naive
 
 ROOT = Path(__file__).parents[2]
@@ -113,13 +114,13 @@ def accuracy(transformer: Transformer) -> dict[int, float]:
     found = {}
     for depth in (0, 1, 2, 6):
         requests = []
-        items = legends(MODEL, 40, 10_004)
+        items = tasks.items(MODEL, "legend", 40, 10_004)
         for item in items:
             prefix = torch.tensor(item.prefix)
             states = PrefixStates(prefix)
             states.deepen(transformer, depth)
             chosen = DecodingSettings(length=8, steps=8, block=8, refresh=8)
-            requests.append(DiffusionRequest(transformer, states, depth, torch.tensor(item.question), chosen))
+            requests.append(DiffusionRequest(transformer, states, depth, torch.tensor(item.rest), chosen))
         run(transformer, requests)
         right = [
             one.answer.tolist()[: len(item.answer) + 1] == [*item.answer, END]

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.bench.dlm import tasks
 from forebay.diffusion.depth import TABLES, make_table, similarity
 from forebay.diffusion.transformer import Rows, Transformer
 from forebay.diffusion.weights import load
-from tests.diffusion.legends import legends
 from tests.diffusion.naive import Naive
 
 MODEL = Path(__file__).parents[2] / "tests/assets/tinydlm-prefix"
@@ -63,8 +63,8 @@ def rows(ids: torch.Tensor) -> Rows:
 def test_similarity_is_that_without_rope() -> None:
     """Against keys and values of plain passes, which have no rotation yet."""
     transformer, naive = Transformer(load(MODEL)), Naive(MODEL)
-    (item,) = legends(MODEL, 1, 3)
-    ids = torch.tensor([*item.prefix, *item.question])
+    (item,) = tasks.items(MODEL, "legend", 1, 3)
+    ids = torch.tensor([*item.prefix, *item.rest])
     prefix = len(item.prefix)
     passes = {count: transformer.run([rows(ids[:count])])[0].own for count in (prefix, len(ids))}
     found = similarity(passes[prefix], passes[len(ids)])
@@ -94,9 +94,9 @@ def test_the_rules_on_a_model_that_depends_on_its_prefix() -> None:
     """The paper's rule reads one layer too deep here (`test_decoding`: b = 2 loses the answers), ours does not."""
     transformer = Transformer(load(MODEL))
     means = torch.zeros(6)
-    items = legends(MODEL, 12, 11)
+    items = tasks.items(MODEL, "legend", 12, 11)
     for item in items:
-        ids = torch.tensor([*item.prefix, *item.question])
+        ids = torch.tensor([*item.prefix, *item.rest])
         alone, whole = (transformer.run([rows(part)])[0].own for part in (ids[: len(item.prefix)], ids))
         means += torch.tensor(similarity(alone, whole)) / len(items)
     table = make_table([(80, means.tolist())], "legends")

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from forebay.bench.dlm import tasks
 from forebay.diffusion.depth import FILE, TABLES, DepthTable, find_table
 from forebay.diffusion.depth_file import DepthFile, Measured, Model, read_file, write_file
 from forebay.diffusion.depth_plot import draw
@@ -18,7 +19,6 @@ from forebay.diffusion.errors import DiffusionError
 from forebay.diffusion.fingerprint import fingerprint
 from forebay.diffusion.profile import Profiler, ProfileSettings, apply_tau, parse_shares
 from forebay.diffusion.weights import read_config
-from tests.diffusion.legends import legends
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests/assets/tinydlm-prefix"
@@ -39,8 +39,8 @@ def legend_table(tmp_path_factory: pytest.TempPathFactory) -> DepthFile:
     )
     (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
     lines = []
-    for item in legends(MODEL, 12, 11):
-        turns = [("system", item.prefix), ("user", item.question), ("assistant", item.answer)]
+    for item in tasks.items(MODEL, "legend", 12, 11):
+        turns = [("system", item.prefix), ("user", item.rest), ("assistant", item.answer)]
         lines.append({"messages": [{"role": role, "content": tokenizer.decode(part)} for role, part in turns]})
     (folder / "legends.jsonl").write_text("\n".join(map(json.dumps, lines)))
     profiler = Profiler(model, settings(folder / "legends.jsonl", samples=12, shares=(90,)))

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from forebay.bench.dlm import tasks
 from forebay.diffusion.decoding import DecodingSettings
 from forebay.diffusion.depth import find_table
 from forebay.diffusion.runtime import Block, Runtime
 from forebay.diffusion.transformer import Transformer
 from forebay.diffusion.weights import load
-from tests.diffusion.legends import legends
 from tests.engines.diffusion_models import TINY
 
-PROMPTS = [item.prefix + item.question for item in legends(TINY, 6, seed=3)]
+PROMPTS = [item.prefix + item.rest for item in tasks.items(TINY, "legend", 6, seed=3)]
 TEXT = [850, 2934, 369, 614]
 """The beginning of a sentence: its answers vary."""
 REFUSED: dict[str, dict[str, Any]] = {
@@ -197,10 +197,10 @@ def prefixes(llm: Any) -> dict[str, Any]:
     from prometheus_client import REGISTRY
     from vllm import SamplingParams
 
-    item, other = legends(TINY, 2, seed=8)
+    item, other = tasks.items(TINY, "legend", 2, seed=8)
     params = SamplingParams(temperature=0, max_tokens=8, extra_args={"prefix": len(item.prefix)})
     cached = []
-    for question in (item.question, other.question, item.question):
+    for question in (item.rest, other.rest, item.rest):
         ids = {"prompt_token_ids": item.prefix + question}
         cached.append(llm.generate(ids, params, use_tqdm=False)[0].num_cached_tokens)
         if len(cached) == 2:
@@ -211,7 +211,7 @@ def prefixes(llm: Any) -> dict[str, Any]:
         found = llm.generate(ids, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         automatic.append(found[0].num_cached_tokens)
     exact = llm.generate(
-        {"prompt_token_ids": item.prefix + item.question},
+        {"prompt_token_ids": item.prefix + item.rest},
         SamplingParams(temperature=0, max_tokens=8, extra_args={"prefix": len(item.prefix), "exact": True}),
         use_tqdm=False,
     )
@@ -268,13 +268,13 @@ def two_ranks(pool: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    item, other = legends(TINY, 2, seed=8)
+    item, other = tasks.items(TINY, "legend", 2, seed=8)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, extra_args={"prefix": len(item.prefix)})
     cached = []
     with engine(TINY, tensor_parallel_size=2, additional_config={"forebay": {"pool": pool}}) as llm:
         found = [list(one.token_ids) for one in ask(llm, PROMPTS)]
         sampled = [list(one.token_ids) for one in ask(llm, [TEXT], temperature=1.5, seed=7, max_tokens=32)]
-        for question in (item.question, other.question, item.question):
+        for question in (item.rest, other.rest, item.rest):
             ids = {"prompt_token_ids": item.prefix + question}
             cached.append(llm.generate(ids, params, use_tqdm=False)[0].num_cached_tokens)
             if len(cached) == 2:
