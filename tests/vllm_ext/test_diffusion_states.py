@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,20 +20,7 @@ from forebay.vllm_ext.diffusion.states import PoolStates, namespace, rank_config
 from tests.diffusion.test_state_format import FORMATS, make, same
 from tests.vllm_ext.statekit import FORM, MODEL, TRANSFORMER, Stores, config, fresh, get, prefix, put, until
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def stores(tmp_path: Path) -> Iterator[Stores]:
-    made = Stores(tmp_path)
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)

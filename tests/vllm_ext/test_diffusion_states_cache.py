@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,20 +34,7 @@ from tests.vllm_ext.statekit import (
     until,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def stores(tmp_path: Path) -> Iterator[Stores]:
-    made = Stores(tmp_path)
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(folder: Path, *arguments: object) -> subprocess.Popen[str]:
