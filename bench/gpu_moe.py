@@ -6,10 +6,7 @@ block sizes that win on the card. What is measured, and how to read it: docs/par
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import shlex
 import sys
 import time
 import warnings
@@ -18,12 +15,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from forebay.bench.gpu_report import messages, saver, shown, unwritable
 
 PROBLEM, USAGE = 1, 2
 WIDTH = 160
 """Columns of the table where there is no terminal."""
-messages = Console(stderr=True, highlight=False)
 
 
 def main(
@@ -36,7 +33,7 @@ def main(
     Exit code 0 when everything that there was time for is right, 1 when not, 2 when nothing can be measured here.
     """
     started = time.monotonic()
-    problem = missing() or unwritable(json_file)
+    problem = missing() or unwritable("--json", json_file)
     if problem:
         messages.print(f"error: {problem}", markup=False, soft_wrap=True)
         raise typer.Exit(USAGE)
@@ -70,16 +67,6 @@ def missing() -> str:
     return ""
 
 
-def unwritable(path: Path | None) -> str:
-    """Why no result can be written to `path`; empty when it can."""
-    try:
-        if path:
-            path.open("a").close()
-    except OSError as error:
-        return f"--json {path}: {error.strerror}; give a file that can be written"
-    return ""
-
-
 def _measure(path: Path | None, quick: bool, seconds: float, started: float) -> dict[str, Any]:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # it warns where it has no block sizes for this card
@@ -88,34 +75,11 @@ def _measure(path: Path | None, quick: bool, seconds: float, started: float) -> 
     from forebay.bench.moe.gpu_clock import Budget
     from forebay.bench.moe.gpu_run import plan, run
 
-    facts = {"command": shlex.join(["python", "-m", "forebay.bench.gpu_moe", *sys.argv[1:]]), "quick": quick}
-
-    def save(report: dict[str, Any]) -> None:
-        report |= facts | {"seconds": time.monotonic() - started}
-        if path:
-            path.write_text(json.dumps(plain(report), indent=2) + "\n")
-
-    columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def progress(done: int, total: int, step: str) -> None:
-            bar.update(task, completed=done, total=total, description=step)
-            if bar.disable:
-                messages.print(f"{time.monotonic() - started:.0f} s, {done} of {total}: {step}", markup=False)
-
+    save = saver(path, "forebay.bench.gpu_moe", quick, started)
+    with shown(started) as progress:
         budget = Budget(seconds - (time.monotonic() - started))
         device = torch.device("cuda", torch.cuda.current_device())
         return run(plan(device, quick), budget, save=save, progress=progress)
-
-
-def plain(value: Any) -> Any:
-    """The same for JSON, which knows no infinity: None instead."""
-    if isinstance(value, dict):
-        return {name: plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -94,11 +94,6 @@ class DepthTable:
             return max(1, leading)
         return max(1, leading - 1)
 
-    def depths(self, rule: Rule = "boundary") -> list[int]:
-        """All that any request may get, ascending: what states of a prefix are worth keeping for."""
-        found = {1} | {self.depth(one, 100, 0, rule) for one in range(101)}
-        return sorted(found)
-
 
 def share(prefix: int, total: int) -> int:
     """r: per cent of a request that is prefix, half to even."""

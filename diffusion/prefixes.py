@@ -76,10 +76,6 @@ class PrefixFinder:
             self._known.renew(key[: 4 * found])
         return found
 
-    def know(self, prefix: Sequence[int] | Tokens) -> None:
-        """Take a prefix for one that was found before: its states are there."""
-        self._known.renew(np.ascontiguousarray(prefix, dtype=np.int32).tobytes())
-
     @property
     def known(self) -> list[Tokens]:
         """The prefixes that are remembered, the longest unused first."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forebay.kernels.parser_moe import _cpu
-from forebay.kernels.parser_moe.cpu import ELEMENTS, VARIANTS
+from forebay.kernels import _cpu
+from forebay.kernels.cpu import ELEMENTS, VARIANTS
 
 LEAST_ROWS = {torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 """Torch reads the weights of fewer rows as they lie too, and faster."""

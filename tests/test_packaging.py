@@ -87,7 +87,7 @@ def test_wheel_holds_every_module(wheel):
         held = {name for name in archive.namelist() if name.startswith("forebay/")}
     expected = {f"forebay/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     typed = {f"forebay/{folder}/py.typed" for folder in FOLDERS}
-    native = {"forebay/storage/device/_native.abi3.so", "forebay/kernels/parser_moe/_cpu.abi3.so"}
+    native = {"forebay/storage/device/_native.abi3.so", "forebay/kernels/_cpu.abi3.so"}
     assert held - {name for name in held if name.endswith(".pyi")} == expected | typed | native
 
 

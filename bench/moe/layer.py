@@ -26,6 +26,7 @@ from forebay.bench.rounds import Series, interleave
 from forebay.bench.suite import Context, Measurement, medians
 from forebay.compression.experts import Expert
 from forebay.compression.int8 import quantize
+from forebay.kernels.cpu import VARIANTS
 from forebay.kernels.parser_moe import cpu
 from forebay.kernels.parser_moe.reference import expert
 from forebay.kernels.parser_moe.weights import ParserWeights
@@ -97,7 +98,7 @@ def measure(context: Context) -> Measurement:
             measurement.details.setdefault(str(dtype), {})[name] = details
             if dtype is SERVED:
                 measurement.ratios[name] = ratio
-    measurement.details |= {"threads": torch.get_num_threads(), "kernels": cpu.VARIANTS[0]}
+    measurement.details |= {"threads": torch.get_num_threads(), "kernels": VARIANTS[0]}
     return measurement
 
 

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch  # before the kernels: both must share torch's OpenMP
+import torch
 
-from forebay.kernels.parser_moe import _cpu
+from forebay.kernels import _cpu
+from forebay.kernels.cpu import ELEMENTS, VARIANTS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forebay.kernels.parser_moe.weights import ParserWeights
 
-VARIANTS = tuple(_cpu.variants())
-"""Instruction sets that this processor can run, best first."""
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT8 = 3
 """The number of the elements of an int8 backbone."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}

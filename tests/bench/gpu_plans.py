@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from rich.console import Console
 
-from forebay.bench import gpu_moe
+from forebay.bench import gpu_moe, gpu_report
 from forebay.bench.moe import gpu_dense, gpu_run
 from forebay.bench.moe.gpu_check import Case
 from forebay.bench.moe.gpu_clock import Budget
@@ -65,7 +65,7 @@ def interpret() -> None:
         forward=triton_forward.forward,
         arms={"torch loop over experts": gpu_dense.by_loop},
     )
-    print(json.dumps(gpu_moe.plain(gpu_run.run(small, Budget(100)))))
+    print(json.dumps(gpu_report.plain(gpu_run.run(small, Budget(100)))))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forebay.bench import gpu_moe
+from forebay.bench import gpu_report
 from forebay.bench.moe import gpu_clock, gpu_dense, gpu_run, gpu_times
 from forebay.bench.moe.gpu_card import Need, Roof
 from forebay.bench.moe.gpu_check import Case, cases, check, exact, worst
@@ -211,7 +211,7 @@ def test_the_operator_passes_a_check(case):
 def test_an_error_that_is_no_number_is_infinite():
     assert worst(torch.tensor([[math.nan]]), torch.ones(1, 1)) == math.inf
     assert worst(torch.zeros(2, 3), torch.zeros(2, 3)) == 0
-    assert gpu_moe.plain({"a": [math.inf, 1.5], "b": (math.nan,)}) == {"a": [None, 1.5], "b": [None]}
+    assert gpu_report.plain({"a": [math.inf, 1.5], "b": (math.nan,)}) == {"a": [None, 1.5], "b": [None]}
 
 
 def test_moving_keeps_what_is_none():

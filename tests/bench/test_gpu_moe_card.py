@@ -11,7 +11,7 @@ import pytest
 import torch
 import typer
 
-from forebay.bench import gpu_moe
+from forebay.bench import gpu_moe, gpu_report
 from forebay.bench.moe import gpu_clock, gpu_run, gpu_times
 from forebay.bench.moe.gpu_card import describe
 from forebay.bench.moe.gpu_clock import Budget
@@ -149,8 +149,8 @@ def test_the_driver_s_complaint_is_in_the_line(monkeypatch):
 
 
 def test_a_file_that_cannot_be_written_is_found_before_measuring(tmp_path):
-    assert "--json" in gpu_moe.unwritable(tmp_path / "none" / "x.json")
-    assert gpu_moe.unwritable(tmp_path / "x.json") == ""
+    assert "--json" in gpu_report.unwritable("--json", tmp_path / "none" / "x.json")
+    assert gpu_report.unwritable("--json", tmp_path / "x.json") == ""
 
 
 def test_a_gpu_that_fails_at_once_is_one_line(monkeypatch, capsys):

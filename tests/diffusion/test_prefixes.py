@@ -168,10 +168,10 @@ def test_a_prefix_outlives_the_prompts_that_it_was_found_in() -> None:
     assert finder.find(system + some(random, 30)) == 300
 
 
-def test_what_was_known_before_a_restart() -> None:
+def test_a_prefix_that_was_named_once_is_known() -> None:
     random, finder = np.random.default_rng(0), PrefixFinder()
     system = some(random, 300)
-    finder.know(system)
+    finder.find(system + some(random, 30), given=300)
     assert finder.find(system + some(random, 30)) == 300
     assert [one.tolist() for one in finder.known] == [system]
 

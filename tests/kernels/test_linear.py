@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from forebay.kernels.cpu import VARIANTS
 from forebay.kernels.linear import LIMITS, linear
-from forebay.kernels.parser_moe.cpu import VARIANTS
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """float32: its rounding; else that of one output value, computed in float32 and rounded once."""

@@ -11,7 +11,7 @@ enum {
 
 /* ---- sums of one panel ---- */
 
-/* sum[n][v] += x[v] w[n][k] */
+/* sum[n][v] += x[v] w[n][k], where k counts floats. */
 INLINE void panel_step(Vector *sum, const float *x, const float *const *w, long k, const int vectors, const int rows)
 {
     Vector held[PANEL];
@@ -34,10 +34,11 @@ INLINE void panel_step(Vector *sum, const float *x, const float *const *w, long 
     }
 }
 
-/* total[n][v] += x[k][v] weight[n][k] over `count` elements k; `vectors` and `rows` are constants where this is
- * inlined. Meanwhile as many elements `ahead` of `size` bytes, if any, are fetched into the cache. */
-INLINE void panel_sums(const float *x, const float *const *weight, const char *const *ahead, long size, long count,
-                       float *total, const int vectors, const int rows)
+/* total[n][v] += x[k][v] weight[n][k] over `count` elements k, `step` floats from each other; `vectors` and `rows` are
+ * constants where this is inlined. Totals of before are multiplied by factor[v], if there are factors, and added to last:
+ * short sums round less. Meanwhile as many elements `ahead` of `size` bytes, if any, are fetched into the cache. */
+INLINE void panel_sums(const float *x, const float *const *weight, long step, const char *const *ahead, long size,
+                       long count, const float *factor, float *total, const int vectors, const int rows)
 {
     enum { FLOATS = LINE / 4 };
     Vector sum[SUMS];
@@ -45,21 +46,25 @@ INLINE void panel_sums(const float *x, const float *const *weight, const char *c
     for (int n = 0; n < rows; n++)
         w[n] = weight[n];
     for (int i = 0; i < rows * vectors; i++)
-        sum[i] = load_f32(total + i * LANES);
+        sum[i] = splat(0);
     for (long line = 0; line < count; line += FLOATS) {
         for (int n = 0; ahead && n < rows; n++)
             __builtin_prefetch(ahead[n] + line * size, 0, 2);
         for (long k = line; k < at_most(line + FLOATS, count); k++)
-            panel_step(sum, x + k * vectors * LANES, w, k, vectors, rows);
+            panel_step(sum, x + k * vectors * LANES, w, k * step, vectors, rows);
     }
-    for (int i = 0; i < rows * vectors; i++)
-        store(total + i * LANES, sum[i]);
+    for (int i = 0; i < rows * vectors; i++) {
+        Vector before = load_f32(total + i * LANES);
+        if (factor)
+            before *= load_f32(factor + i % vectors * LANES);
+        store(total + i * LANES, sum[i] + before);
+    }
 }
 
 /* Rows of weights at a time. */
 INLINE long panel_rows(long vectors) { return vectors == 1 ? TALLEST : SUMS / vectors; }
 
-#define PANEL_SUMS(V, N) case V: panel_sums(x, weight, ahead, size, count, total, V, N); break;
+#define PANEL_SUMS(V, N) case V: panel_sums(x, weight, 1, ahead, size, count, NULL, total, V, N); break;
 
 static void any_panel_sums(const float *x, const float *const *weight, const char *const *ahead, long size, long count,
                            float *total, long vectors)

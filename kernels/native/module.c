@@ -1,10 +1,12 @@
-/* Python's view of layers: on addresses, checked by cpu.py and linear.py. Stable ABI, Python 3.11 and later. */
+/* Python's view of layers: on addresses, checked by the modules that call it. Stable ABI, Python 3.11 and later. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "attention.h"
 #include "layer.h"
 #include "linear.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
@@ -146,9 +148,88 @@ static PyObject *linear(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* The next of the numbers that describe attention; see attention.py for their order. */
+static long long next_of(PyObject *numbers, Py_ssize_t *at)
+{
+    PyObject *number = PyList_GetItem(numbers, (*at)++);
+    return number ? PyLong_AsLongLong(number) : -1;
+}
+
+static void *address_of(PyObject *numbers, Py_ssize_t *at) { return (void *)(intptr_t)next_of(numbers, at); }
+
+static void read_segment(PyObject *numbers, Py_ssize_t *at, Segment *segment)
+{
+    segment->keys = address_of(numbers, at), segment->values = address_of(numbers, at);
+    segment->count = next_of(numbers, at);
+    segment->key_stride = next_of(numbers, at), segment->key_head = next_of(numbers, at);
+    segment->value_stride = next_of(numbers, at), segment->value_head = next_of(numbers, at);
+}
+
+enum { PER_ASKER = 6, PER_SEGMENT = 7 };
+
+/* Askers, each followed by its segments, into memory with room for all of them. How many askers there are, or -1. */
+static long read_askers(PyObject *numbers, Asker *askers, Segment *segments)
+{
+    Py_ssize_t at = 0, size = PyList_Size(numbers);
+    long count = 0;
+    while (size - at >= PER_ASKER) {
+        Asker *asker = askers + count++;
+        asker->results = address_of(numbers, &at), asker->queries = address_of(numbers, &at);
+        asker->count = next_of(numbers, &at), asker->stride = next_of(numbers, &at), asker->head = next_of(numbers, &at);
+        asker->segment_count = next_of(numbers, &at), asker->segments = segments;
+        if (asker->count < 0 || asker->segment_count < 1 || asker->segment_count > (size - at) / PER_SEGMENT)
+            break;
+        for (long i = 0; i < asker->segment_count; i++)
+            read_segment(numbers, &at, segments++);
+        if (at == size && !PyErr_Occurred())
+            return count;
+    }
+    if (!size)
+        return 0;
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "the numbers are not askers, each with its segments");
+    return -1;
+}
+
+static PyObject *attention(PyObject *self, PyObject *args)
+{
+    (void)self;
+    Attention all;
+    PyObject *numbers;
+    const char *variant;
+    int elements, threads, result = -1;
+    if (!PyArg_ParseTuple(args, "sii(lll)O!", &variant, &elements, &threads, &all.kv_heads, &all.group, &all.size,
+                          &PyList_Type, &numbers))
+        return NULL;
+    const Kernels *kernels = kernels_of(variant);
+    if (!kernels)
+        return NULL;
+    if (elements < 0 || elements > F16 || threads < 1 || all.kv_heads < 1 || all.group < 1 || all.size < 1)
+        return PyErr_Format(PyExc_ValueError, "no attention of element type %d, %ld x %ld heads of %ld, %d threads",
+                            elements, all.kv_heads, all.group, all.size, threads);
+    size_t room = (size_t)PyList_Size(numbers) / PER_ASKER + 1;
+    Asker *askers = malloc(room * (sizeof(Asker) + sizeof(Segment)));
+    if (!askers)
+        return PyErr_NoMemory();
+    all.askers = askers, all.elements = kernels->elements + elements;
+    all.count = read_askers(numbers, askers, (Segment *)(askers + room));
+    if (all.count >= 0) {
+        Py_BEGIN_ALLOW_THREADS
+        result = attention_forward(&all, kernels, threads);
+        Py_END_ALLOW_THREADS
+    }
+    free(askers);
+    if (all.count < 0)
+        return NULL;
+    if (result)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"forward", forward, METH_VARARGS, "One layer; see cpu.py for the order of the addresses and sizes."},
     {"linear", linear, METH_VARARGS, "y = x w^T + bias; see linear.py for the order of the addresses and sizes."},
+    {"attention", attention, METH_VARARGS, "Attention without a mask; see attention.py for the order of the numbers."},
     {"variants", variant_names, METH_NOARGS, "Names of the kernels that this processor can run, best first."},
     {NULL, NULL, 0, NULL},
 };

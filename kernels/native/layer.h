@@ -100,12 +100,22 @@ typedef void TransposeKernel(const Linear *linear, float *x_KM, long from, long 
 /* Columns [from, to) of y, at most COLUMNS. The order of summation is that of the elements. */
 typedef void ColumnsKernel(const Linear *linear, const float *x_KM, LinearSpace *space, long from, long to);
 
+/* See attention.h. */
+typedef struct Attention Attention;
+typedef struct Asker Asker;
+typedef struct AttentionSpace AttentionSpace;
+/* The results of rows [from, to), at most `panel`, of one head of keys and values. */
+typedef void AttendKernel(const Attention *attention, const Asker *asker, AttentionSpace *space, long head, long from,
+                          long to);
+
 /* For one instruction set. */
 typedef struct {
     HiddenKernel *hidden;
     OutputKernel *output;
     TransposeKernel *transpose;
     ColumnsKernel *columns;
+    AttendKernel *attend;
+    long panel;             /* rows that a pass over weights or keys serves */
     Elements elements[ELEMENTS];
 } Kernels;
 
@@ -118,7 +128,7 @@ int layer_forward(const Layer *layer, const Kernels *kernels, int threads);
 
 /* Memory for one call, aligned to lines of the cache. What was given back last is kept for the next call of its kind: the
  * kernel would clear its pages again. NULL when there is none. */
-enum { PLAN_MEMORY, SCRATCH_MEMORY, LINEAR_MEMORY, MEMORIES };
+enum { PLAN_MEMORY, SCRATCH_MEMORY, LINEAR_MEMORY, ATTENTION_MEMORY, MEMORIES };
 void *memory_take(int kind, size_t bytes);
 void memory_give(int kind, void *memory);
 
