@@ -40,7 +40,7 @@ class Namespace:
     """
 
     model: str
-    """The served name; for people. The weights decide."""
+    """The served name; for people. The weights decide, so engines that call them differently share what is theirs."""
     weights: str
     """What `weights_fingerprint` says."""
     dtype: str = ""
@@ -64,13 +64,14 @@ class Namespace:
     """Anything else that changes the bytes."""
 
     def describe(self) -> str:
-        """Canonical JSON: equal namespaces give equal text."""
+        """JSON, for people."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes of the SHA-256 of `describe()`: the first part of the name of every chunk."""
-        return hashlib.sha256(self.describe().encode()).digest()[:16]
+        """16 bytes of a SHA-256 of all but the served name: the first part of the name of every chunk."""
+        text = json.dumps({**asdict(self), "model": ""}, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).digest()[:16]
 
 
 def weights_fingerprint(model: str | os.PathLike[str], revision: str | None = None) -> str:

@@ -1,13 +1,17 @@
 """A real `vllm serve` against the bare runtime: `server_vs_runtime`, `restart_hit_rate`.
 
 A model of LLaDA's shape, narrow and with few layers, in a folder as LLaDA is published. The same requests, which share
-a prefix, go to the server, all at once, and into a runtime in this process, in turn. Then the server is started again:
-states of prefixes have to come out of the pool.
+a prefix, go to the server, all at once, and into a runtime in this process, in turn. Before the server another engine
+ran on the same pool and was killed: the states of its prefixes have to come out of the pool.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +23,7 @@ import torch
 from forebay.bench.dlm.quality import MODEL
 from forebay.bench.dlm.shape import llada_shape, random_weights, save
 from forebay.bench.rounds import Series, interleave
-from forebay.bench.server import ServerError, VllmServer
+from forebay.bench.server import START_LIMIT, ServerError, VllmServer, best_dtype
 from forebay.bench.suite import Context, Measurement, medians
 from forebay.diffusion.decoding import DecodingSettings
 from forebay.diffusion.depth import DepthTable
@@ -29,11 +33,11 @@ from forebay.diffusion.transformer import Transformer
 REQUESTS, PREFIX, REST = 8, 300, 40
 LAYERS, LENGTH = 2, 32
 PREFIXES = 4
-"""Different ones that the restarted server has to find."""
+"""Different ones that the server has to find."""
 
 
 def measure(context: Context) -> Measurement:
-    """Both ratios; two starts of vLLM.
+    """Both ratios; two starts of vLLM, of which one is a server.
 
     Raises:
         ServerError: vLLM is missing, does not start or does not answer.
@@ -45,41 +49,58 @@ def measure(context: Context) -> Measurement:
     table.write(folder / "forebay_depth.json")
     transformer = Transformer(weights)
     found = Measurement()
-    with _server(folder, context, "first") as server:
+    context.say("an engine that is killed")
+    _live_once(folder, context)
+    context.say("start of the server")
+    with VllmServer(
+        folder, None, context.work / "server.log", arguments=["--additional-config", json.dumps(_options(context))]
+    ) as server:
+        for number in range(PREFIXES):
+            _complete(server, _prompt(100 + number, number), number)
+        counts = _wait_for_counts(server)
         context.say("server and runtime")
         arms: dict[str, Any] = {
             "server": lambda: _serve(server),
             "runtime": lambda: _run(Runtime(transformer, table, RuntimeSettings(batch=REQUESTS))),
         }
-        _complete(server, _prompt(0), 0)
         rounds = interleave(arms, min(context.rounds, 2) if context.quick else context.rounds, context.say)
-        series = {name: Series.of(values, "tokens/s") for name, values in rounds.items()}
-        found.ratios["server_vs_runtime"] = series["server"].median / series["runtime"].median
-        found.details["tokens_per_second"] = medians(series)
-        for number in range(PREFIXES):
-            _complete(server, _prompt(100 + number, number), number)
-        time.sleep(1)
-    context.say("again")
-    with _server(folder, context, "second") as server:
-        for number in range(PREFIXES):
-            _complete(server, _prompt(100 + number, number), number)
-        counts = _wait_for_counts(server)
         server.kill()  # nothing of it is needed any more
+    series = {name: Series.of(values, "tokens/s") for name, values in rounds.items()}
+    found.ratios["server_vs_runtime"] = series["server"].median / series["runtime"].median
+    found.details["tokens_per_second"] = medians(series)
     found.details["after_restart"] = counts
     found.ratios["restart_hit_rate"] = counts["prefix_restored"] / max(1.0, counts["asked"])
     return found
 
 
-def _server(folder: Path, context: Context, name: str) -> VllmServer:
+def _options(context: Context) -> dict[str, Any]:
     pool = {
         "path": str(context.work / "pool"),
         "stripe": "64KiB",
         "devices": [{"name": "disk", "kind": "file", "path": str(context.work / "states.kv"), "size": "256MiB"}],
     }
-    options = {"forebay": {"pool": pool, "refresh": 16}}
-    return VllmServer(
-        folder, None, context.work / f"{name}.log", arguments=["--additional-config", json.dumps(options)]
-    )
+    return {"forebay": {"pool": pool, "refresh": 16}}
+
+
+def _live_once(folder: Path, context: Context) -> None:
+    """An engine answers prompts with the prefixes that are to be found again, and is killed."""
+    life = {
+        "dtype": best_dtype(),
+        "additional_config": _options(context),
+        "prompts": [_prompt(number, number) for number in range(PREFIXES)],
+        "length": LENGTH,
+        "prefix": PREFIX,
+    }
+    log = context.work / "first.log"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "forebay.bench.dlm.first_life", str(folder), json.dumps(life)],
+            stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=START_LIMIT, check=False,
+        )  # fmt: skip
+    if done.returncode != -signal.SIGKILL:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise ServerError(f"the first engine ended with {done.returncode}; the end of {log}:\n{tail}")
 
 
 def _prompt(seed: int, prefix: int = 0) -> list[int]:

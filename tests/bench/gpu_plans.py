@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from rich.console import Console
 
-from forebay.bench import gpu_moe, gpu_report
+from forebay.bench import gpu_report
 from forebay.bench.moe import gpu_dense, gpu_run
 from forebay.bench.moe.gpu_check import Case
 from forebay.bench.moe.gpu_clock import Budget

@@ -53,9 +53,9 @@ class Stores:
         self.opened: list[PoolStates] = []
         self.device: FaultyDevice
 
-    def open(self, pool: PoolConfig | None = None, form: StateFormat = FORM, name: str = "m") -> PoolStates:
+    def open(self, pool: PoolConfig | None = None, form: StateFormat = FORM, model: Path = MODEL) -> PoolStates:
         pool = pool or config(self.folder)
-        space = namespace(MODEL, TRANSFORMER.config, form.dtype, name)
+        space = namespace(model, TRANSFORMER.config, form.dtype, model.name)
         engine = open_lane(pool)
         engine.devices[-1] = self.device = FaultyDevice(engine.devices[-1])
         engine._monitors[-1].device = self.device

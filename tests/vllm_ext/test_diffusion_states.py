@@ -85,7 +85,6 @@ def test_nothing_there(stores: Stores) -> None:
     "changes",
     [
         {"dtype": torch.bfloat16},
-        {"name": "another"},
         {"rank": 1, "ranks": 2},
         {"rank": 0, "ranks": 2},
         {"config": replace(TRANSFORMER.config, rope_theta=500.0)},
@@ -98,26 +97,28 @@ def test_namespaces_differ(changes: dict[str, object]) -> None:
     assert namespace(**usual).fingerprint != namespace(**{**usual, **changes}).fingerprint  # type: ignore[arg-type]
 
 
-def test_another_revision_is_another_model(tmp_path: Path) -> None:
-    """One weight has changed."""
+@pytest.fixture
+def revision(tmp_path: Path) -> Path:
+    """The folder of the same model, one of whose weights has changed."""
+    folder = tmp_path / "revision"
+    folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         content = bytearray((MODEL / name).read_bytes())
         if name.startswith("model"):
             content[-1] ^= 1
-        (tmp_path / name).write_bytes(content)
-    one, two = (namespace(folder, TRANSFORMER.config, torch.float32, "m") for folder in (MODEL, tmp_path))
-    assert one.fingerprint != two.fingerprint
+        (folder / name).write_bytes(content)
+    return folder
 
 
-def test_two_models_in_one_pool(stores: Stores) -> None:
+def test_two_revisions_in_one_pool(stores: Stores, revision: Path) -> None:
     """Each has its own, whatever the tokens and the shapes."""
     mine, theirs = fresh(prefix(4), 2), fresh(prefix(4), 3)
     put(stores.open(), mine)
-    store = stores.reopen(name="another")
+    store = stores.reopen(model=revision)
     assert get(store, mine) is None
     put(store, theirs)
-    for name, states in (("m", mine), ("another", theirs)):
-        found = get(stores.reopen(name=name), states)
+    for model, states in ((MODEL, mine), (revision, theirs)):
+        found = get(stores.reopen(model=model), states)
         assert found is not None
         assert same(found, states)
 
