@@ -28,6 +28,13 @@ class KeyValues(NamedTuple):
     keys: Tensor
     values: Tensor
 
+    def copy(self) -> KeyValues:
+        """To be attended to in later passes: on a CPU heads lie one after the other, as each is read by itself."""
+        if not self.keys.is_cpu:
+            return KeyValues(self.keys.clone(), self.values.clone())
+        first = (one.transpose(0, 1).clone(memory_format=torch.contiguous_format) for one in self)
+        return KeyValues(*(one.transpose(0, 1) for one in first))
+
 
 class Asked(NamedTuple):
     """What one request attends to in one layer."""

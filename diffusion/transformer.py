@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forebay.diffusion.attention import Asked, Attention, KeyValues, attend, attend_varlen, has_flash
 from forebay.diffusion.weights import LayerWeights, ModelWeights
 from forebay.kernels.linear import linear
+from forebay.kernels.rows import rms_norm, silu_and_mul
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class _Part:
         new = len(found.keys) - self.own
         own = KeyValues(found.keys[new:], found.values[new:])
         if self.rows.keep:
-            self.computed.own.append(KeyValues(own.keys.clone(), own.values.clone()))
+            self.computed.own.append(own.copy())
         if new:
-            self.computed.prefix.append(KeyValues(found.keys[:new].clone(), found.values[:new].clone()))
+            self.computed.prefix.append(KeyValues(found.keys[:new], found.values[:new]).copy())
         if self.rows.kept is not None:
             own = _renew(self.rows.kept, layer, own)
         elif new:
@@ -173,7 +173,6 @@ class Transformer:
         flash = has_flash(weights.norm_D.device, weights.norm_D.dtype)
         self.attention = attention or (attend_varlen if flash else attend)
         self._reduce = reduce
-        self._epsilon = torch.tensor(self.config.norm_epsilon)
         size, positions, device = self.config.head_size, self.config.positions, weights.norm_D.device
         self._heads = weights.layers[0].attention_output.shape[1] // size
         self._kv_heads = (weights.layers[0].qkv.shape[0] // size - self._heads) // 2
@@ -252,8 +251,8 @@ class Transformer:
         )
         x_ND = x_ND if asking is None else x_ND[asking]
         x_ND = x_ND + self._sum(linear(torch.cat(attended).flatten(1), layer.attention_output))
-        gate, up = linear(self._norm(x_ND, layer.mlp_norm_D), layer.gate_up).chunk(2, dim=-1)
-        return x_ND + self._sum(linear(functional.silu(gate) * up, layer.down_DI))
+        hidden = silu_and_mul(linear(self._norm(x_ND, layer.mlp_norm_D), layer.gate_up))
+        return x_ND + self._sum(linear(hidden, layer.down_DI))
 
     def _project(
         self,
@@ -290,13 +289,7 @@ class Transformer:
         return torch.view_as_real(pairs * rotation).flatten(2).to(x.dtype)
 
     def _norm(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
-        """RMSNorm. On CPUs torch's own takes up to four times as long as its parts."""
-        size = x_ND.shape[-1]
-        if not x_ND.is_cpu:
-            return functional.rms_norm(x_ND, (size,), weight_D, self.config.norm_epsilon)
-        length = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = torch.addcmul(self._epsilon, length, length, value=1 / size).rsqrt_()
-        return (x_ND * scale).to(x_ND.dtype).mul_(weight_D)
+        return rms_norm(x_ND, weight_D, self.config.norm_epsilon)
 
     def _sum(self, x_ND: Tensor) -> Tensor:
         return x_ND if self._reduce is None else self._reduce(x_ND)

@@ -18,4 +18,13 @@ def linear(
 def attention(
     variant: str, elements: int, threads: int, heads: tuple[int, int, int], numbers: list[int], /
 ) -> None: ...
+def rows(
+    variant: str,
+    elements: int,
+    threads: int,
+    addresses: tuple[int, int, int],
+    sizes: tuple[int, int],
+    epsilon: float,
+    /,
+) -> None: ...
 def variants() -> list[str]: ...

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "layer.h"
 #include "linear.h"
+#include "rows.h"
 
 #include <float.h>
 #include <math.h>
@@ -69,9 +70,10 @@ static long lower_bound(const int32_t *list, long low, long high, long value)
 #include "stages.h"
 #include "panels.h"
 #include "attend.h"
+#include "each_row.h"
 
 #define ELEMENTS_OF(type, element) {multiply_##type, unpack_##type, pack_##type, add_##type, sizeof(element)}
 
-const Kernels TABLE = {hidden, output, transpose, columns, attend, PANEL * LANES, {
+const Kernels TABLE = {hidden, output, transpose, columns, attend, norm_row, gate_row, PANEL * LANES, {
     [F32] = ELEMENTS_OF(f32, float), [BF16] = ELEMENTS_OF(bf16, uint16_t), [F16] = ELEMENTS_OF(f16, uint16_t),
     [I8] = {.multiply = multiply_i8, .unpack = unpack_i8, .size = 1}}};

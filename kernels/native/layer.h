@@ -108,6 +108,10 @@ typedef struct AttentionSpace AttentionSpace;
 typedef void AttendKernel(const Attention *attention, const Asker *asker, AttentionSpace *space, long head, long from,
                           long to);
 
+/* See rows.h. Row n; `space` has room for three rows of floats. */
+typedef struct Rows Rows;
+typedef void RowKernel(const Rows *rows, float *space, long n);
+
 /* For one instruction set. */
 typedef struct {
     HiddenKernel *hidden;
@@ -115,6 +119,7 @@ typedef struct {
     TransposeKernel *transpose;
     ColumnsKernel *columns;
     AttendKernel *attend;
+    RowKernel *norm, *gate;
     long panel;             /* rows that a pass over weights or keys serves */
     Elements elements[ELEMENTS];
 } Kernels;
@@ -128,7 +133,7 @@ int layer_forward(const Layer *layer, const Kernels *kernels, int threads);
 
 /* Memory for one call, aligned to lines of the cache. What was given back last is kept for the next call of its kind: the
  * kernel would clear its pages again. NULL when there is none. */
-enum { PLAN_MEMORY, SCRATCH_MEMORY, LINEAR_MEMORY, ATTENTION_MEMORY, MEMORIES };
+enum { PLAN_MEMORY, SCRATCH_MEMORY, LINEAR_MEMORY, ATTENTION_MEMORY, ROWS_MEMORY, MEMORIES };
 void *memory_take(int kind, size_t bytes);
 void memory_give(int kind, void *memory);
 

@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "layer.h"
 #include "linear.h"
+#include "rows.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -148,6 +149,33 @@ static PyObject *linear(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* RMSNorm where there are weights, else SiLU and product. */
+static PyObject *rows(PyObject *self, PyObject *args)
+{
+    (void)self;
+    Rows all;
+    const char *variant;
+    unsigned long long y, x, weight;
+    int elements, threads, result;
+    if (!PyArg_ParseTuple(args, "sii(KKK)(ll)f", &variant, &elements, &threads, &y, &x, &weight, &all.n, &all.d,
+                          &all.epsilon))
+        return NULL;
+    const Kernels *kernels = kernels_of(variant);
+    if (!kernels)
+        return NULL;
+    if (elements < 0 || elements > F16 || threads < 1 || all.n < 0 || all.d < 1)
+        return PyErr_Format(PyExc_ValueError, "no rows of element type %d and sizes %ld, %ld on %d threads", elements,
+                            all.n, all.d, threads);
+    all.y = (void *)(uintptr_t)y, all.x = (const void *)(uintptr_t)x, all.weight_D = (const void *)(uintptr_t)weight;
+    all.elements = kernels->elements + elements;
+    Py_BEGIN_ALLOW_THREADS
+    result = rows_forward(&all, weight ? kernels->norm : kernels->gate, threads);
+    Py_END_ALLOW_THREADS
+    if (result)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 /* The next of the numbers that describe attention; see attention.py for their order. */
 static long long next_of(PyObject *numbers, Py_ssize_t *at)
 {
@@ -230,6 +258,7 @@ static PyMethodDef methods[] = {
     {"forward", forward, METH_VARARGS, "One layer; see cpu.py for the order of the addresses and sizes."},
     {"linear", linear, METH_VARARGS, "y = x w^T + bias; see linear.py for the order of the addresses and sizes."},
     {"attention", attention, METH_VARARGS, "Attention without a mask; see attention.py for the order of the numbers."},
+    {"rows", rows, METH_VARARGS, "An operation on every row; see rows.py for the order of the addresses and sizes."},
     {"variants", variant_names, METH_NOARGS, "Names of the kernels that this processor can run, best first."},
     {NULL, NULL, 0, NULL},
 };
