@@ -42,12 +42,13 @@ class DeviceConfig(_Strict):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Unique in the pool; labels metrics and log lines."""
-    kind: Literal["dram", "file"]
-    """`dram`: memory of this host. `file`: a preallocated file or a raw block device."""
+    kind: Literal["dram", "file", "spdk"]
+    """`dram`: memory of this host. `file`: a preallocated file or a raw block device. `spdk`: a drive behind a
+    vhost-user-blk socket, as `forebay spdk attach` makes them."""
     size: Size | None = None
-    """Bytes, over all ranks together. Required except for a raw block device, where it defaults to the whole device."""
+    """Bytes, over all ranks together. Required except for a whole drive, where it defaults to all of it."""
     path: Path | None = None
-    """The file or block device (kind `file` only)."""
+    """The file or block device, or the socket of an `spdk` device."""
     numa_node: int | None = Field(default=None, ge=0)
     """Bind a `dram` region to this NUMA node."""
     huge_pages: bool = True
@@ -66,8 +67,9 @@ class DeviceConfig(_Strict):
                 raise ValueError(f"device {self.name!r} (dram) needs a size, for example `size: 4GiB`")
             if self.path is not None:
                 raise ValueError(f"device {self.name!r} (dram) takes no path; remove it or use `kind: file`")
-        if self.kind == "file" and self.path is None:
-            raise ValueError(f"device {self.name!r} (file) needs a path, for example `path: /mnt/nvme0/forebay.kv`")
+        example = {"file": "/mnt/nvme0/forebay.kv", "spdk": "/var/tmp/nvme0.kv"}.get(self.kind)
+        if example and self.path is None:
+            raise ValueError(f"device {self.name!r} ({self.kind}) needs a path, for example `path: {example}`")
         return self
 
 

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from forebay.storage.config import PoolConfig
-from forebay.storage.device import open_device, prepare_device
+from forebay.storage.device import host_memory, open_device, prepare_device
 from forebay.storage.errors import DeviceError, PoolError
 from forebay.storage.plan import lane_slots
 from forebay.storage.transfer import TransferEngine
@@ -54,6 +54,8 @@ def check_paths(config: PoolConfig) -> None:
     for device in config.devices:
         if device.path is None or device.path.exists():
             continue
+        if device.kind == "spdk":
+            raise DeviceError(device.name, f"socket {device.path} does not exist", "run `forebay spdk attach`")
         if device.path.is_relative_to("/dev"):
             raise DeviceError(device.name, f"{device.path} does not exist", "name a block device that `lsblk` shows")
         folder = device.path.parent
@@ -75,7 +77,7 @@ def open_lane(config: PoolConfig, lane: int = 0, lanes: int = 1, *, shared_memor
     Raises:
         DeviceError, PoolError: a device or the pool's folder cannot be used.
     """
-    identity = pool_uuid(config)
+    identity, memory = pool_uuid(config), host_memory(config.devices)
     devices, slots, whole = [], [], []
     for device in config.devices:
         capacity = prepare_device(device, identity) or 0
@@ -90,6 +92,7 @@ def open_lane(config: PoolConfig, lane: int = 0, lanes: int = 1, *, shared_memor
                 pool_uuid=identity,
                 capacity=per_lane * config.stripe if private else capacity,
                 shared=shared,
+                memory=memory,
             )
         )
-    return TransferEngine(config, devices, lane=lane, lane_slots=slots, lane_offsets=whole)
+    return TransferEngine(config, devices, lane=lane, lane_slots=slots, lane_offsets=whole, memory=memory)

@@ -13,8 +13,8 @@ from forebay.storage.config import DeviceConfig
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_READ = {"dram": 8e9, "file": 1.5e9}
-"""Bytes/s of a device that was never measured (our choice: one core's copy, a modest SSD)."""
+DEFAULT_READ = {"dram": 8e9, "file": 1.5e9, "spdk": 3e9}
+"""Bytes/s of a device that was never measured (our choice: one core's copy, a modest SSD, a good one)."""
 ALPHA = 0.1
 """Weight of one observation in the moving average (our choice: half-life of about seven)."""
 CLAMP = 2.0

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from forebay.storage.config import PoolConfig
 from forebay.storage.device.base import Completion, Device, Direction, Op
 from forebay.storage.health import DeviceMonitor
+from forebay.storage.host_memory import HostMemory
 from forebay.storage.huge_pages import collapse
 from forebay.storage.plan import (
     NOWHERE,
@@ -101,6 +102,7 @@ class TransferEngine:
         lane: this process's rank among those that store different bytes.
         lane_slots: slots of one lane on each device, as the pool counts them.
         lane_offsets: whether a device holds all lanes (files: True) or only this one (private memory: False).
+        memory: what the devices share with other processes; closed after them.
     """
 
     def __init__(
@@ -111,8 +113,10 @@ class TransferEngine:
         lane: int = 0,
         lane_slots: Sequence[int],
         lane_offsets: Sequence[bool] | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         self.config = config
+        self.memory = memory
         self.devices = list(devices)
         self.lane = lane
         shared = lane_offsets or [device.persistent for device in devices]
@@ -213,6 +217,8 @@ class TransferEngine:
         self.cancel(list(self._transfers))
         for device in self.devices:
             device.close()
+        if self.memory is not None:
+            self.memory.close()
         self._transfers.clear()
         self._runs.clear()
 

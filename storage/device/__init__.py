@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from forebay.storage.config import DeviceConfig
 from forebay.storage.device.base import Device
+from forebay.storage.host_memory import HostMemory
 
 
 def open_device(
-    config: DeviceConfig, *, pool_uuid: bytes, capacity: int | None = None, shared: str | None = None
+    config: DeviceConfig,
+    *,
+    pool_uuid: bytes,
+    capacity: int | None = None,
+    shared: str | None = None,
+    memory: HostMemory | None = None,
 ) -> Device:
     """Open a device that `prepare_device` has made ready.
 
@@ -17,6 +25,7 @@ def open_device(
         capacity: bytes to use instead of `config.size`: one rank's share of a `dram` region, or less of a file.
         shared: a name under which the processes of this host share one `dram` region. Without it the region
             belongs to this process.
+        memory: what this process shares with servers of drives; every `spdk` device needs some of it.
 
     Raises:
         DeviceError: one line that names the device, what is wrong and the fix.
@@ -25,16 +34,34 @@ def open_device(
         from forebay.storage.device.dram import DramDevice
 
         return DramDevice(config, capacity=capacity, shared=shared)
+    if config.kind == "spdk":
+        from forebay.storage.device.spdk import SpdkDevice
+
+        assert memory is not None, "open_lane shares memory where a device needs it"
+        return SpdkDevice(config, pool_uuid=pool_uuid, capacity=capacity, memory=memory)
     from forebay.storage.device.file import FileDevice
 
     return FileDevice(config, pool_uuid=pool_uuid, capacity=capacity)
+
+
+def host_memory(devices: Sequence[DeviceConfig]) -> HostMemory | None:
+    """What a process has to share with the servers of its drives; None where there are none.
+
+    Raises:
+        PoolError: there are not enough huge pages.
+    """
+    if all(device.kind != "spdk" for device in devices):
+        return None
+    from forebay.storage.device.spdk import memory_needed
+
+    return HostMemory(sum(memory_needed(device) for device in devices if device.kind == "spdk"))
 
 
 def prepare_device(config: DeviceConfig, pool_uuid: bytes) -> int | None:
     """Create, allocate and label what the device needs; again is harmless, also from several processes at once.
 
     Returns:
-        The capacity in bytes of a `file`, which a raw block device without a `size` tells only here. `config.size`
+        The capacity in bytes of a file or drive, which a whole drive without a `size` tells only here. `config.size`
         of a `dram` region, which needs no preparation.
 
     Raises:
@@ -42,6 +69,10 @@ def prepare_device(config: DeviceConfig, pool_uuid: bytes) -> int | None:
     """
     if config.kind == "dram":
         return config.size
+    if config.kind == "spdk":
+        from forebay.storage.device.spdk import SpdkDevice
+
+        return SpdkDevice.format(config, pool_uuid)
     from forebay.storage.device.file import FileDevice
 
     return FileDevice.format(config, pool_uuid)

@@ -12,6 +12,8 @@ from pathlib import Path
 from forebay.storage.errors import DeviceError
 
 _BLKGETSIZE64 = 0x80081272
+HEAD = 68 << 10
+"""Bytes at the beginning of a device within which all signatures lie."""
 
 _SIGNATURES = (
     (510, b"\x55\xaa", "an MBR partition table or a FAT or NTFS filesystem"),
@@ -81,12 +83,16 @@ def refuse_foreign(device: str, path: Path, fd: int) -> None:
     Raises:
         DeviceError: a known signature was found.
     """
-    head = os.pread(fd, 68 << 10, 0)
-    tail = os.pread(fd, 512, max(0, device_size(fd) - 512))
+    found = foreign(os.pread(fd, HEAD, 0), os.pread(fd, 512, max(0, device_size(fd) - 512)))
+    if found:
+        raise DeviceError(
+            device, f"{path} contains {found}", f"run `wipefs -a {path}` if it may be lost, or give another path"
+        )
+
+
+def foreign(head: bytes, tail: bytes) -> str | None:
+    """What a device carries that is not ours, judged by its first `HEAD` and its last 512 bytes."""
     found = [what for offset, magic, what in _SIGNATURES if head[offset : offset + len(magic)] == magic]
     if tail.startswith(b"EFI PART"):
         found.append("the backup of a GPT partition table")
-    if found:
-        raise DeviceError(
-            device, f"{path} contains {found[0]}", f"run `wipefs -a {path}` if it may be lost, or give another path"
-        )
+    return found[0] if found else None

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from forebay.storage.config import BLOCK, DeviceConfig, PoolConfig
 from forebay.storage.device import blockdev, prepare_device, superblock
+from forebay.storage.device.preparing import path_of
+from forebay.storage.device.vhost_user import Connection
 from forebay.storage.errors import DeviceError
 from forebay.storage.lanes import pool_uuid
 from forebay.storage.maintenance.locked import locked
@@ -39,7 +41,8 @@ def plan(config: PoolConfig) -> list[DevicePlan]:
     Raises:
         DeviceError: a path that cannot be used.
     """
-    return [_plan_memory(device) if device.kind == "dram" else _plan_file(device) for device in config.devices]
+    plans = {"dram": _plan_memory, "file": _plan_file, "spdk": _plan_drive}
+    return [plans[device.kind](device) for device in config.devices]
 
 
 def create(config: PoolConfig) -> list[DevicePlan]:
@@ -66,8 +69,7 @@ def _plan_memory(device: DeviceConfig) -> DevicePlan:
 
 
 def _plan_file(device: DeviceConfig) -> DevicePlan:
-    assert device.path is not None, "DeviceConfig requires a path for kind `file`"
-    path = device.path
+    path = path_of(device)
     try:
         if path.is_block_device():
             return _plan_block(device, path)
@@ -82,11 +84,22 @@ def _plan_file(device: DeviceConfig) -> DevicePlan:
     return DevicePlan(device.name, device.kind, str(path), size, needed, stats.f_bavail * stats.f_frsize)
 
 
+def _plan_drive(device: DeviceConfig) -> DevicePlan:
+    connection = Connection(device.name, path_of(device))
+    connection.close()
+    return _plan_whole(device, path_of(device), connection.disk.capacity)
+
+
 def _plan_block(device: DeviceConfig, path: Path) -> DevicePlan:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        room = blockdev.device_size(fd) - superblock.SIZE
+        size = blockdev.device_size(fd)
     finally:
         os.close(fd)
+    return _plan_whole(device, path, size)
+
+
+def _plan_whole(device: DeviceConfig, path: Path, total: int) -> DevicePlan:
+    room = total - superblock.SIZE
     size = room if device.size is None else device.size
     return DevicePlan(device.name, device.kind, str(path), size // BLOCK * BLOCK, max(0, size - room), 0)

@@ -76,26 +76,46 @@ static uint32_t scatter_piece(const char *flat, char *piece, size_t left, bool c
     return crc;
 }
 
-void op_gather(Op *op, char *flat)
+/* What of the bytes [from, to) of an operation lies in a piece that begins at byte `at`. */
+static struct iovec part_of(const struct iovec *piece, uint64_t at, uint64_t from, uint64_t to)
 {
-    op->crc = 0;
-    for (uint32_t i = 0; i < op->count; flat += op->pieces[i++].iov_len)
-        op->crc = gather_piece(flat, op->pieces[i].iov_base, op->pieces[i].iov_len, op->checksum, op->crc);
+    from = from > at ? from - at : 0;
+    to = to > at ? least(to - at, piece->iov_len) : 0;
+    if (from >= to)
+        return (struct iovec){NULL, 0};
+    return (struct iovec){piece->iov_base ? (char *)piece->iov_base + from : NULL, to - from};
+}
+
+void op_gather(Op *op, char *flat, uint64_t from, uint64_t size)
+{
+    uint64_t at = 0;
+    op->crc = from ? op->crc : 0;
+    for (uint32_t i = 0; i < op->count && at < from + size; at += op->pieces[i++].iov_len) {
+        struct iovec part = part_of(&op->pieces[i], at, from, from + size);
+        op->crc = gather_piece(flat, part.iov_base, part.iov_len, op->checksum, op->crc);
+        flat += part.iov_len;
+    }
     copied();
 }
 
-void op_scatter(Op *op, const char *flat)
+void op_scatter(Op *op, const char *flat, uint64_t from, uint64_t size)
 {
-    op->crc = 0;
-    for (uint32_t i = 0; i < op->count; flat += op->pieces[i++].iov_len)
-        op->crc = scatter_piece(flat, op->pieces[i].iov_base, op->pieces[i].iov_len, op->checksum, op->crc);
+    uint64_t at = 0;
+    op->crc = from ? op->crc : 0;
+    for (uint32_t i = 0; i < op->count && at < from + size; at += op->pieces[i++].iov_len) {
+        struct iovec part = part_of(&op->pieces[i], at, from, from + size);
+        op->crc = scatter_piece(flat, part.iov_base, part.iov_len, op->checksum, op->crc);
+        flat += part.iov_len;
+    }
     copied();
 }
 
-void op_fill(Op *op, char *stage)
+void op_fill(Op *op, char *stage, uint64_t from, uint64_t size)
 {
-    op_gather(op, stage);
-    memset(stage + op->length, 0, op->padded - op->length);
+    uint64_t left = op->length > from ? op->length - from : 0;
+    op_gather(op, stage, from, size);
+    if (left < size)
+        memset(stage + left, 0, size - left);
 }
 
 void op_hash(Op *op)

@@ -5,6 +5,7 @@
 
 #include "crc32c.h"
 #include "queue.h"
+#include "virtio.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -219,6 +220,46 @@ static PyObject *queue_object_register(QueueObject *self, PyObject *arguments)
     return PyBool_FromLong(pinned);
 }
 
+/* Both eventfds stay the caller's; the device's thread works on copies. */
+static PyObject *give_order(QueueObject *self, int order, int kick, int call)
+{
+    int fds[2] = {-1, -1}, error = ENOSYS;
+    if (!is_open(self))
+        return NULL;
+    if (order == ATTACH) {
+        fds[0] = fcntl(kick, F_DUPFD_CLOEXEC, 0), fds[1] = fcntl(call, F_DUPFD_CLOEXEC, 0);
+        error = fds[0] < 0 || fds[1] < 0 ? errno : error;
+    }
+    if (self->queue->order && (order != ATTACH || (fds[0] >= 0 && fds[1] >= 0))) {
+        Py_BEGIN_ALLOW_THREADS
+        error = self->queue->order(self->queue, order, fds);
+        Py_END_ALLOW_THREADS
+    }
+    if (!error)
+        Py_RETURN_NONE;
+    for (int i = 0; i < 2; i++)
+        if (fds[i] >= 0)
+            close(fds[i]);
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *queue_object_attach(QueueObject *self, PyObject *arguments)
+{
+    int kick, call;
+    return PyArg_ParseTuple(arguments, "ii", &kick, &call) ? give_order(self, ATTACH, kick, call) : NULL;
+}
+
+static PyObject *queue_object_detach(QueueObject *self, PyObject *Py_UNUSED(none))
+{
+    return give_order(self, DETACH, -1, -1);
+}
+
+static PyObject *queue_object_flush(QueueObject *self, PyObject *Py_UNUSED(none))
+{
+    return give_order(self, FLUSH, -1, -1);
+}
+
 static PyObject *queue_object_stats(QueueObject *self, PyObject *Py_UNUSED(none))
 {
     Stats s;
@@ -256,7 +297,7 @@ static Queue *open_queue(const char *engine, const Geometry *geometry)
     }
     int error;
     Py_BEGIN_ALLOW_THREADS
-    error = strcmp(engine, "io_uring") ? threads_start(queue) : uring_start(queue);
+    error = geometry->shared ? vhost_start(queue) : strcmp(engine, "io_uring") ? threads_start(queue) : uring_start(queue);
     if (error) {
         queue_close(queue, 5.0);
         queue_free(queue);
@@ -272,24 +313,31 @@ static Queue *open_queue(const char *engine, const Geometry *geometry)
 static PyObject *queue_object_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"engine", "name", "capacity", "depth", "fd", "address", "start", "offset_alignment",
-                            "length_alignment", "memory_alignment", NULL};
+                            "length_alignment", "memory_alignment", "shared", "ring", "arena", "slot", "segments", NULL};
     const char *engine, *name;
-    unsigned long long capacity, address = 0, start = 0;
+    unsigned long long capacity, address = 0, start = 0, shared[2] = {0}, ring = 0, arena = 0, slot = 0;
     Geometry geometry = {.fd = -1, .offset_alignment = 1, .length_alignment = 1, .memory_alignment = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssKi|$iKKIII", names, &engine, &name, &capacity, &geometry.depth,
-                                     &geometry.fd, &address, &start, &geometry.offset_alignment,
-                                     &geometry.length_alignment, &geometry.memory_alignment))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssKi|$iKKIII(KK)KKK(II)", names, &engine, &name, &capacity,
+                                     &geometry.depth, &geometry.fd, &address, &start, &geometry.offset_alignment,
+                                     &geometry.length_alignment, &geometry.memory_alignment, &shared[0], &shared[1],
+                                     &ring, &arena, &slot, &geometry.segments, &geometry.segment))
         return NULL;
-    if (geometry.depth < 1 || geometry.depth > 4096 || (geometry.fd < 0) == (address == 0)
+    if (geometry.depth < 1 || geometry.depth > 4096 || (geometry.fd >= 0) + (address != 0) + (shared[0] != 0) != 1
         || !is_power_of_two(geometry.offset_alignment) || !is_power_of_two(geometry.length_alignment)
         || !is_power_of_two(geometry.memory_alignment)) {
-        PyErr_SetString(PyExc_ValueError, "Queue: bad depth, alignment, or not exactly one of fd and address");
+        PyErr_SetString(PyExc_ValueError, "Queue: bad depth, alignment, or not exactly one of fd, address and shared");
         return NULL;
     }
     geometry.capacity = capacity;
     geometry.start = start;
     geometry.memory = (char *)(uintptr_t)address;
-    geometry.threads = strcmp(engine, "io_uring") ? geometry.depth : 0;
+    geometry.shared = (char *)(uintptr_t)shared[0], geometry.shared_size = shared[1];
+    geometry.ring = (char *)(uintptr_t)ring, geometry.arena = (char *)(uintptr_t)arena, geometry.slot = slot;
+    geometry.threads = strcmp(engine, "io_uring") && !shared[0] ? geometry.depth : 0;
+    if (shared[0] && !vhost_fits(&geometry)) {
+        PyErr_SetString(PyExc_ValueError, "Queue: ring, slots or segments do not fit into what is shared");
+        return NULL;
+    }
     snprintf(geometry.name, sizeof geometry.name, "%s", name);
     if (geometry.fd >= 0 && (geometry.fd = fcntl(geometry.fd, F_DUPFD_CLOEXEC, 0)) < 0)
         return PyErr_SetFromErrno(PyExc_OSError);
@@ -380,6 +428,9 @@ static PyMethodDef queue_methods[] = {
     {"fileno", (PyCFunction)queue_object_fileno, METH_NOARGS, "Eventfd; readable when a batch is over or an operation failed."},
     {"cancel", (PyCFunction)queue_object_cancel, METH_O, "Give up on operations by tag."},
     {"register", (PyCFunction)queue_object_register, METH_VARARGS, "Pin memory; whether it was done."},
+    {"attach", (PyCFunction)queue_object_attach, METH_VARARGS, "attach(kick, call): a virtqueue that has been agreed on."},
+    {"detach", (PyCFunction)queue_object_detach, METH_NOARGS, "Fail what is in flight; the device is gone."},
+    {"flush", (PyCFunction)queue_object_flush, METH_NOARGS, "Make completed writes durable."},
     {"stats", (PyCFunction)queue_object_stats, METH_NOARGS, "Counters in the order of DeviceStats."},
     {"close", (PyCFunction)queue_object_close, METH_VARARGS, "Stop; False when a thread hangs in the kernel."},
     {NULL, NULL, 0, NULL},
@@ -400,7 +451,22 @@ static PyType_Spec queue_spec = {
     .slots = queue_slots,
 };
 
+static PyObject *module_virtqueue(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    unsigned long long address;
+    unsigned depth;
+    Virtqueue ring;
+    if (!PyArg_ParseTuple(arguments, "KI", &address, &depth))
+        return NULL;
+    virtio_locate(&ring, (char *)(uintptr_t)address, depth + 1); /* one more for flushing */
+    return Py_BuildValue("(IKKKK)", (unsigned)ring.size, (unsigned long long)(uintptr_t)ring.descriptors,
+                         (unsigned long long)(uintptr_t)ring.used, (unsigned long long)(uintptr_t)ring.available,
+                         (unsigned long long)virtio_bytes(depth + 1));
+}
+
 static PyMethodDef functions[] = {
+    {"virtqueue", module_virtqueue, METH_VARARGS,
+     "virtqueue(address, depth): its size, where its three parts lie, and the bytes it takes."},
     {"crc32c", module_crc32c, METH_VARARGS, "crc32c(buffer, seed=0): CRC-32C, continuing `seed`."},
     {"crc32c_at", module_crc32c_at, METH_VARARGS, "crc32c_at(address, length, seed=0)."},
     {"crc32c_portable", module_crc32c_portable, METH_VARARGS, "The table implementation, for tests."},

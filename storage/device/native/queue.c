@@ -428,6 +428,13 @@ void queue_restage(Queue *queue, Op *op)
     pthread_mutex_unlock(&queue->lock);
 }
 
+void queue_resume(Queue *queue, Op *op)
+{
+    pthread_mutex_lock(&queue->lock);
+    op->state = STARTING;
+    pthread_mutex_unlock(&queue->lock);
+}
+
 void queue_vacate(Queue *queue, Op *op)
 {
     pthread_mutex_lock(&queue->lock);

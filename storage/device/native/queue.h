@@ -19,6 +19,7 @@
 #define MAX_IOVECS 1024 /* the kernel's limit per call */
 
 enum state { QUEUED, STARTING, FLYING, LANDING };
+enum order { ATTACH, DETACH, FLUSH };
 
 /* The operations of one submit: the owner is told when the last of them is over, not of each. */
 typedef struct {
@@ -74,6 +75,10 @@ typedef struct {
     int depth;
     int threads; /* of the threads and memory backends */
     char name[16];
+    /* the vhost backend: memory that the device shares, and therein one for the ring and one for staging */
+    char *shared, *ring, *arena;
+    uint64_t shared_size, slot; /* slot: bytes for staging one operation at a time */
+    uint32_t segments, segment; /* of one request, and bytes of each */
 } Geometry;
 
 typedef struct {
@@ -111,6 +116,7 @@ typedef struct Queue {
 
     void (*wake)(struct Queue *); /* tells a sleeping backend about new work; called with the lock held */
     bool (*pin)(struct Queue *, uint64_t address, uint64_t length);
+    int (*order)(struct Queue *, int order, const int fds[2]); /* ATTACH, DETACH or FLUSH; 0 or an errno */
     void (*release)(struct Queue *); /* frees what `backend` holds, after the last thread */
     void *backend;                   /* stays until the queue goes: late callers look into it */
 } Queue;
@@ -121,6 +127,8 @@ int64_t now_ns(void);
 Queue *queue_new(const Geometry *geometry);
 int uring_start(Queue *queue);   /* 0 or an errno */
 int threads_start(Queue *queue); /* file or memory */
+int vhost_start(Queue *queue);
+bool vhost_fits(const Geometry *geometry); /* whether the parts of what is shared lie within it */
 Op *op_new(uint32_t pieces);
 void queue_classify(const Queue *queue, Op *op); /* once all fields are set: direct or staged */
 void queue_submit(Queue *queue, Op *list, Batch *batch); /* takes both over */
@@ -137,6 +145,7 @@ Op *queue_next(Queue *queue);                /* lock held: what may start now, s
 void queue_begin(Queue *queue, Op *op);      /* lock held: take it off its FIFO and give it a place */
 bool queue_launch(Queue *queue, Op *op);     /* starting -> flying; false: cancelled, gone */
 void queue_restage(Queue *queue, Op *op);    /* flying -> starting, through staging: the direct way was refused */
+void queue_resume(Queue *queue, Op *op);     /* landing -> starting: there is more of it */
 void queue_vacate(Queue *queue, Op *op);     /* the device is done with it and needs more work; it is landed later */
 bool queue_land(Queue *queue, Op *op);       /* flying -> landing; false: it had been given up, gone */
 void queue_finish(Queue *queue, Op *op, int64_t result);
@@ -144,10 +153,10 @@ void queue_signal(Queue *queue);             /* make the completions known; queu
 void queue_blocked(Queue *queue, int64_t ns);
 
 /* --- copy.c: between an operation's memory and a flat buffer, hashing on the way if it asks for it --- */
-void op_gather(Op *op, char *flat);
-void op_scatter(Op *op, const char *flat);
+void op_gather(Op *op, char *flat, uint64_t from, uint64_t size); /* of the bytes [from, from + size), what there is */
+void op_scatter(Op *op, const char *flat, uint64_t from, uint64_t size); /* in order: the hash goes on from `from` */
 void op_hash(Op *op); /* direct operations: the bytes never were in a flat buffer */
-void op_fill(Op *op, char *stage); /* gather, and zeros up to the padded length */
+void op_fill(Op *op, char *stage, uint64_t from, uint64_t size); /* gather, and zeros beyond the length */
 struct iovec op_rest(const Op *op, const struct iovec *pieces); /* what is left of the piece where `done` stands */
 size_t stage_size(uint64_t least);
 char *stage_new(size_t size);

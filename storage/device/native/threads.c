@@ -15,9 +15,9 @@ static void memory_op(Queue *queue, Op *op)
     if (!queue_launch(queue, op))
         return;
     if (op->direction == READ_OP)
-        op_scatter(op, flat);
+        op_scatter(op, flat, 0, op->length);
     else
-        op_gather(op, flat);
+        op_gather(op, flat, 0, op->length);
     if (queue_land(queue, op))
         queue_finish(queue, op, (int64_t)op->length);
 }
@@ -79,7 +79,7 @@ static void file_op(Queue *queue, Op *op, Stage *stage)
         return;
     }
     if (op->staged && op->direction == WRITE_OP)
-        op_fill(op, stage->base);
+        op_fill(op, stage->base, 0, op->padded);
     if (!queue_launch(queue, op))
         return;
     struct iovec flat = {stage->base, op->padded};
@@ -92,7 +92,7 @@ static void file_op(Queue *queue, Op *op, Stage *stage)
     if (!queue_land(queue, op))
         return;
     if (!error && op->staged && op->direction == READ_OP)
-        op_scatter(op, stage->base);
+        op_scatter(op, stage->base, 0, op->padded);
     queue_finish(queue, op, error ? error : (int64_t)op->length);
 }
 

@@ -200,7 +200,7 @@ static void start(Uring *uring, Op *op)
     }
     if (op->staged && op->direction == WRITE_OP) {
         ring_enter(&uring->ring, false); /* the device need not wait for this copy */
-        op_fill(op, slot_of(uring, op));
+        op_fill(op, slot_of(uring, op), 0, op->padded);
     }
     if (op->staged)
         op->region = uring->arena_pinned ? 0 : -1;
@@ -267,7 +267,7 @@ static void take(Uring *uring, Op *op)
     if (scatter || hash)
         ring_enter(&uring->ring, false);
     if (scatter)
-        op_scatter(op, slot_of(uring, op));
+        op_scatter(op, slot_of(uring, op), 0, op->padded);
     if (hash)
         op_hash(op);
 }
