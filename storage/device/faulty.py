@@ -25,10 +25,13 @@ _OWN_TAGS = 1 << 63
 
 @dataclass(slots=True)
 class _Fault:
-    """What happens to operations it matches: one of `code`, `delay`, `hang` and `short`."""
+    """What happens to operations it matches: one of `code`, `delay`, `rate`, `hang` and `short`."""
 
     code: int = 0
     delay: float = 0.0
+    rate: float = 0.0
+    free: float = 0.0
+    """When a device of that rate is done with what it was given."""
     hang: bool = False
     stuck: bool = False
     short: bool = False
@@ -61,6 +64,7 @@ class _Held:
     order: int
     op: Op = field(compare=False)
     stuck: bool = field(compare=False)
+    since: float = field(compare=False, default_factory=time.monotonic)
 
 
 class FaultyDevice(Device):
@@ -85,6 +89,8 @@ class FaultyDevice(Device):
         self._held: list[_Held] = []
         self._order = itertools.count()
         self._shortened: dict[int, int] = {}
+        self._waited: dict[int, float] = {}
+        """Seconds that operations with the inner device were held before."""
         self._ready: list[Completion] = []
         self._errors = 0
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -111,6 +117,10 @@ class FaultyDevice(Device):
         """Operations start `seconds` late."""
         self._inject(_Fault(delay=seconds, count=count, every=every, writes_only=writes_only))
 
+    def throttle(self, rate: float) -> None:
+        """The device delivers `rate` bytes per second, one operation after the other."""
+        self._inject(_Fault(rate=rate))
+
     def hang(self, *, stuck: bool = False, count: int | None = None, writes_only: bool = False) -> None:
         """Operations wait until `clear`. With `stuck` they cannot be cancelled, as direct I/O in flight cannot."""
         self._inject(_Fault(hang=True, stuck=stuck, count=count, writes_only=writes_only))
@@ -119,7 +129,7 @@ class FaultyDevice(Device):
         """As if the drive was pulled: everything fails with ENODEV, also what hangs."""
         with self._lock:
             for held in self._held:
-                self._complete(held.op.tag, -errno.ENODEV)
+                self._complete(held.op.tag, -errno.ENODEV, held.since)
             self._held.clear()
             self._faults.insert(0, _Fault(code=errno.ENODEV))
 
@@ -153,7 +163,7 @@ class FaultyDevice(Device):
             self._faults.clear()
             held, self._held = self._held, []
             if held and not self._closed:
-                self.inner.submit([one.op for one in sorted(held)])
+                self._pass_on(sorted(held))
 
     # ---- the contract ----
 
@@ -184,7 +194,7 @@ class FaultyDevice(Device):
         with self._lock:
             for held in [held for held in self._held if held.op.tag in wanted and not held.stuck]:
                 self._held.remove(held)
-                self._complete(held.op.tag, -errno.ECANCELED)
+                self._complete(held.op.tag, -errno.ECANCELED, held.since)
             heapq.heapify(self._held)
             self.inner.cancel(wanted)
 
@@ -228,8 +238,10 @@ class FaultyDevice(Device):
         fault = next((fault for fault in self._faults if fault.strikes(op)), None)
         if fault is None:
             return False
-        if fault.hang or fault.delay:
+        if fault.hang or fault.delay or fault.rate:
             due = float("inf") if fault.hang else time.monotonic() + fault.delay
+            if fault.rate:
+                due = fault.free = max(fault.free, due) + op.length / fault.rate
             self._hold(_Held(due, next(self._order), op, fault.stuck))
         elif fault.short:
             self._shorten(op)
@@ -249,7 +261,7 @@ class FaultyDevice(Device):
             while not self._closed:
                 now = time.monotonic()
                 while self._held and self._held[0].due <= now:
-                    self.inner.submit([heapq.heappop(self._held).op])
+                    self._pass_on([heapq.heappop(self._held)])
                 wait = self._held[0].due - now if self._held else float("inf")
                 self._changed.wait(None if wait == float("inf") else wait)
 
@@ -265,15 +277,21 @@ class FaultyDevice(Device):
         self._shortened[op.tag] = op.length
         self.inner.submit([op._replace(length=half, memory=[piece for piece in memory if piece[1]])])
 
-    def _complete(self, tag: int, result: int) -> None:
+    def _pass_on(self, held: Sequence[_Held]) -> None:
+        now = time.monotonic()
+        self._waited.update((one.op.tag, now - one.since) for one in held)
+        self.inner.submit([one.op for one in held])
+
+    def _complete(self, tag: int, result: int, since: float | None = None) -> None:
         self._errors += result != -errno.ECANCELED
-        self._ready.append(Completion(tag, result, 0, 0.0))
+        self._ready.append(Completion(tag, result, 0, 0.0 if since is None else time.monotonic() - since))
         os.eventfd_write(self._event, 1)
 
     def _collect(self) -> list[Completion]:
         """Take over the inner device's completions; returns the wrapper's own."""
         own = []
         for completion in self.inner.poll():
+            completion = completion._replace(seconds=completion.seconds + self._waited.pop(completion.tag, 0.0))
             if completion.tag >= _OWN_TAGS:
                 own.append(completion)
             elif self._shortened.pop(completion.tag, None) is not None and completion.result >= 0:

@@ -6,6 +6,7 @@ away, what is in flight fails, and the device attaches again when it is back.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -170,10 +171,8 @@ class _Raw:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
+        with contextlib.suppress(DeviceError):  # the next call to the server says so
             self._connection.stop()
-        except DeviceError:
-            pass  # the next call to it says so
         self._queue.detach()
         self._queue.close()
 
@@ -182,7 +181,7 @@ class _Raw:
         return self._memory.raw[:size]
 
     def write(self, offset: int, data: bytes) -> None:
-        self._memory[: len(data)] = data
+        ctypes.memmove(self._memory, data, len(data))
         self._move(Direction.WRITE, offset, len(data))
         if self._connection.disk.flush:
             self._queue.flush()

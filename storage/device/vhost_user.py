@@ -220,7 +220,7 @@ class Connection:
     def _receive(self, request: _Request) -> bytes:
         number, flags, size = _HEADER.unpack(self._read(_HEADER.size))
         if number != request or not flags & _REPLY or size > 4096:
-            raise self._error(f"its server answers {request.name} with message {number}", "check that it is vhost-user")
+            raise self._error(f"its server answers {request.name} with message {number}", "is it vhost-user?")
         return self._read(size)
 
     def _read(self, size: int) -> bytes:

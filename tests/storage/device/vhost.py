@@ -76,10 +76,15 @@ class StorageDaemon:
         self.socket.unlink(missing_ok=True)
         self._process = subprocess.Popen(self._command)
         end = time.monotonic() + 20
-        while not self.socket.exists():
+        while not self._listens():
             assert self._process.poll() is None, "the storage daemon has ended"
             assert time.monotonic() < end, "the storage daemon does not listen"
             time.sleep(0.01)
+
+    def _listens(self) -> bool:
+        """Without connecting: it serves one client."""
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        return any(line.endswith(f" {self.socket}") and line.split()[3] == "00010000" for line in lines)
 
     def kill(self) -> None:
         """As a crash would."""
