@@ -65,7 +65,9 @@ def check_paths(config: PoolConfig) -> None:
     pool_uuid(config)
 
 
-def open_lane(config: PoolConfig, lane: int = 0, lanes: int = 1, *, shared_memory: bool = False) -> TransferEngine:
+def open_lane(
+    config: PoolConfig, lane: int = 0, lanes: int = 1, *, shared_memory: bool = False, staging: int = 0
+) -> TransferEngine:
     """Open every device and the engine that moves one lane's bytes.
 
     Args:
@@ -73,11 +75,12 @@ def open_lane(config: PoolConfig, lane: int = 0, lanes: int = 1, *, shared_memor
         lane: this process's lane.
         lanes: lanes in all.
         shared_memory: `dram` regions are one piece of memory that all worker processes see (replicated layouts).
+        staging: bytes that the caller will take from the engine's `memory`, where there is one, for its own buffers.
 
     Raises:
         DeviceError, PoolError: a device or the pool's folder cannot be used.
     """
-    identity, memory = pool_uuid(config), host_memory(config.devices)
+    identity, memory = pool_uuid(config), host_memory(config.devices, staging)
     devices, slots, whole = [], [], []
     for device in config.devices:
         capacity = prepare_device(device, identity) or 0

@@ -25,6 +25,7 @@ from forebay.vllm_ext.layout import ChunkLayout
 from forebay.vllm_ext.manager import ForebayManager
 from forebay.vllm_ext.plugin import log_like_vllm
 from forebay.vllm_ext.pool_config import read_pool_config
+from forebay.vllm_ext.staging import STAGING_BYTES, StagedWorker
 from forebay.vllm_ext.worker import ForebayWorker
 
 logger = logging.getLogger(__name__)
@@ -72,11 +73,11 @@ class ForebaySpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Open the devices; called once in each worker process."""
         shared = self.config.parallel.world_size > 1 and self.lanes == 1
-        engine = open_lane(self.pool_config, self.lane, self.lanes, shared_memory=shared)
+        staged = kv_caches.tensors[0].tensor.is_cuda
+        staging = STAGING_BYTES if staged else 0
+        engine = open_lane(self.pool_config, self.lane, self.lanes, shared_memory=shared, staging=staging)
         layout = ChunkLayout(kv_caches, [group.group_id for group in self.config.groups], self.blocks_per_chunk)
-        if kv_caches.tensors[0].tensor.is_cuda:
-            from forebay.vllm_ext.staging import StagedWorker
-
+        if staged:
             return StagedWorker(engine, kv_caches, layout)
         return ForebayWorker(engine, kv_caches, layout)
 

@@ -7,7 +7,10 @@ device that torch knows, the CPU included, where streams and events are no-ops.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec
 
+from forebay.storage.host_memory import HostMemory
 from forebay.storage.plan import LoadPlan, StorePlan, TransferResult
 from forebay.storage.transfer import TransferEngine
 from forebay.vllm_ext.layout import ChunkLayout
@@ -35,6 +39,14 @@ class _Job:
     is_load: bool
     left: int
     """Chunks not ended, plus one until all of them are queued."""
+    started: float = field(default_factory=time.monotonic)
+    patience: float = math.inf
+    """Seconds after which what is not yet in a buffer is given up."""
+
+    @property
+    def time_left(self) -> float:
+        """Seconds of patience."""
+        return self.started + self.patience - time.monotonic()
 
     def leave(self) -> bool:
         """Count one down; whether it was the last."""
@@ -51,6 +63,8 @@ class _Chunk:
     group: int
     blocks: list[int | None]
     buffer: int = -1
+    sent: float = 0.0
+    """When the devices were given it, in seconds after the start of the job."""
     event: torch.Event | None = field(default=None)
     """The copy between the buffer and the accelerator; None before it was started."""
 
@@ -72,6 +86,8 @@ class StagedWorker(ForebayWorker):
         self._copying: list[_Chunk] = []
         self._stores_in_buffers = 0
         self._next = 0
+        if engine.memory is not None and self._device.type == "cuda":
+            _pin(engine.memory)
         self._jobs: dict[int, _Job] = {}
         self._ended: list[TransferResult] = []
 
@@ -85,6 +101,7 @@ class StagedWorker(ForebayWorker):
         }
         missing = {key: "no longer in the pool" for key in src_spec.keys if key not in src_spec.plans}
         job = self._open(job_id, missing, is_load=True)
+        job.patience = src_spec.patience
         for key, group, blocks in zip(src_spec.keys, src_spec.groups, ids, strict=True):
             if plan := src_spec.plans.get(key):
                 self._enqueue(_Chunk(job, plan, group, blocks))
@@ -108,8 +125,7 @@ class StagedWorker(ForebayWorker):
 
     def rest(self, seconds: float) -> None:
         """Sleep, unless a transfer ends before: the next step of its chunk is then due."""
-        if self._at_devices:
-            self._pump(self.engine.wait(list(self._at_devices)[:1], timeout=seconds))
+        self._pump(self.engine.wait(list(self._at_devices)[:1] or None, timeout=seconds))
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Let go of the blocks of these jobs: stores not yet in a buffer are dropped, copies and loads are awaited."""
@@ -148,7 +164,10 @@ class StagedWorker(ForebayWorker):
 
     def _pump(self, results: list[TransferResult]) -> None:
         for result in results:
-            self._arrived(self._at_devices.pop(result.transfer), result)
+            if result.transfer < 0:
+                self._ended.append(result)
+            else:
+                self._arrived(self._at_devices.pop(result.transfer), result)
         for chunk in [chunk for chunk in self._copying if chunk.event is not None and chunk.event.query()]:
             self._copying.remove(chunk)
             self._copied(chunk)
@@ -156,6 +175,10 @@ class StagedWorker(ForebayWorker):
 
     def _fill_buffers(self) -> None:
         """Give buffers to waiting chunks, loads first; stores hold at most half of the ring."""
+        for chunk in [chunk for chunk in self._queues[True] if chunk.job.time_left < 0]:
+            self._queues[True].remove(chunk)
+            chunk.job.result.late.add(chunk.plan.key)
+            self._end(chunk, f"given up after {chunk.job.patience:.3g} s")
         while self._queues[True] and self._acquire(self._queues[True][0]):
             chunk = self._queues[True].popleft()
             self._to_devices(chunk)
@@ -182,7 +205,14 @@ class StagedWorker(ForebayWorker):
         return max(4, STAGING_BYTES // plan_length(chunk.plan))
 
     def _allocate(self, length: int) -> torch.Tensor:
-        """A host buffer, pinned where the accelerator wants it, aligned for direct I/O, known to the devices."""
+        """A host buffer, pinned where the accelerator wants it, aligned for direct I/O, known to the devices.
+
+        Of the memory that the devices' servers share, as long as there is some: then they need no copy of their own.
+        """
+        memory = self.engine.memory
+        if memory is not None and memory.left >= length:
+            raw = (ctypes.c_int8 * length).from_address(memory.take(length))
+            return torch.frombuffer(raw, dtype=torch.int8)
         padded = torch.empty(length + 4096, dtype=torch.int8, pin_memory=self._device.type != "cpu")
         buffer = padded[-padded.data_ptr() % 4096 :][:length]
         self.engine.register(buffer.data_ptr(), length)
@@ -191,9 +221,10 @@ class StagedWorker(ForebayWorker):
     def _to_devices(self, chunk: _Chunk) -> None:
         self._next += 1
         self._at_devices[self._next] = chunk
+        chunk.sent = time.monotonic() - chunk.job.started
         memory = [(self._buffers[chunk.buffer].data_ptr(), plan_length(chunk.plan))]
         if isinstance(chunk.plan, LoadPlan):
-            self.engine.submit_load(self._next, [(chunk.plan, memory)])
+            self.engine.submit_load(self._next, [(chunk.plan, memory)], patience=chunk.job.time_left)
         else:
             self.engine.submit_store(self._next, [(chunk.plan, memory)])
 
@@ -216,12 +247,12 @@ class StagedWorker(ForebayWorker):
         """The devices are done with the chunk's buffer."""
         job = chunk.job
         job.result.checksums.update(result.checksums)
+        job.result.late |= result.late
         job.result.bytes += result.bytes
-        job.result.seconds += result.seconds
         for name, count in result.device_bytes.items():
             job.result.device_bytes[name] = job.result.device_bytes.get(name, 0) + count
         for name, seconds in result.device_seconds.items():
-            job.result.device_seconds[name] = max(job.result.device_seconds.get(name, 0.0), seconds)
+            job.result.device_seconds[name] = max(job.result.device_seconds.get(name, 0.0), chunk.sent + seconds)
         if result.failed or not job.is_load:
             self._end(chunk, result.failed.get(chunk.plan.key, ""))
         else:
@@ -245,4 +276,14 @@ class StagedWorker(ForebayWorker):
 
     def _finish(self, job: _Job) -> None:
         self._jobs.pop(job.result.transfer, None)
+        job.result.seconds = time.monotonic() - job.started
         self._ended.append(job.result)
+
+
+def _pin(memory: HostMemory) -> None:
+    """Have CUDA copy from and to it at full speed and beside other work."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.address, memory.size, 0)
+    if int(error):
+        logger.warning(
+            "CUDA does not pin the memory that is shared with SPDK (%s); copies to the GPU are slower", error
+        )

@@ -44,8 +44,8 @@ def open_device(
     return FileDevice(config, pool_uuid=pool_uuid, capacity=capacity)
 
 
-def host_memory(devices: Sequence[DeviceConfig]) -> HostMemory | None:
-    """What a process has to share with the servers of its drives; None where there are none.
+def host_memory(devices: Sequence[DeviceConfig], more: int = 0) -> HostMemory | None:
+    """What a process has to share with the servers of its drives, and `more` bytes; None where there are none.
 
     Raises:
         PoolError: there are not enough huge pages.
@@ -54,7 +54,7 @@ def host_memory(devices: Sequence[DeviceConfig]) -> HostMemory | None:
         return None
     from forebay.storage.device.spdk import memory_needed
 
-    return HostMemory(sum(memory_needed(device) for device in devices if device.kind == "spdk"))
+    return HostMemory(more + sum(memory_needed(device) for device in devices if device.kind == "spdk"))
 
 
 def prepare_device(config: DeviceConfig, pool_uuid: bytes) -> int | None:

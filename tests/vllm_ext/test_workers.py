@@ -21,6 +21,7 @@ from forebay.vllm_ext.layout import ChunkLayout
 from forebay.vllm_ext.metadata import ForebayLoadSpec, ForebayStoreSpec
 from forebay.vllm_ext.staging import StagedWorker
 from forebay.vllm_ext.worker import ForebayWorker
+from tests.storage.device.vhost import StorageDaemon, huge_pages, need_daemon
 
 BLOCKS, PAGE, LAYERS = 24, 12_288, 3
 
@@ -28,17 +29,16 @@ BLOCKS, PAGE, LAYERS = 24, 12_288, 3
 class Rig:
     """A pool, a worker and the KV tensors of two groups that alias the same memory, as vLLM's hybrid models do."""
 
-    def __init__(self, folder: Path, kind: type[ForebayWorker], blocks_per_chunk: int) -> None:
-        devices = [
-            {"name": "ram", "kind": "dram", "size": "4MiB", "huge_pages": False},
-            {"name": "ssd", "kind": "file", "size": "16MiB", "path": folder / "ssd.kv", "buffered": True},
-        ]
+    def __init__(self, folder: Path, kind: type[ForebayWorker], blocks_per_chunk: int, drive: dict[str, Any]) -> None:
+        devices = [{"name": "ram", "kind": "dram", "size": "4MiB", "huge_pages": False}, {"name": "ssd", **drive}]
         config = PoolConfig.model_validate({"path": folder / "state", "stripe": "16KiB", "devices": devices})
         self.pool = Pool.open(config, Namespace(model="m", weights="w", dtype="d", layout="l"))
         self.tensors = [torch.randint(-128, 128, (BLOCKS, PAGE), dtype=torch.int8) for _ in range(LAYERS)]
         refs = [CanonicalKVCacheRef(index, PAGE) for index in range(LAYERS)]
         kv = CanonicalKVCaches([CanonicalKVCacheTensor(t, PAGE) for t in self.tensors], [refs, refs[:2]])
-        self.worker = kind(open_lane(config), kv, ChunkLayout(kv, [0, 7], blocks_per_chunk))
+        self.worker = kind(
+            open_lane(config, staging=staging.STAGING_BYTES), kv, ChunkLayout(kv, [0, 7], blocks_per_chunk)
+        )
         self.segments = (LAYERS * PAGE * blocks_per_chunk,)
 
     def finish(self, job: int) -> TransferResult:
@@ -74,12 +74,23 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
     return worker
 
 
+@pytest.fixture(params=["file", "spdk"])
+def drive(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """A file, or a drive behind QEMU's storage daemon."""
+    if request.param == "file":
+        yield {"kind": "file", "size": "16MiB", "path": tmp_path / "ssd.kv", "buffered": True}
+        return
+    need_daemon()
+    with huge_pages(24), StorageDaemon(tmp_path / "disk", tmp_path / "socket", 20 << 20):
+        yield {"kind": "spdk", "path": tmp_path / "socket", "depth": 8}
+
+
 @pytest.fixture
-def make(tmp_path: Path, kind: type[ForebayWorker]) -> Iterator[Any]:
+def make(tmp_path: Path, kind: type[ForebayWorker], drive: dict[str, Any]) -> Iterator[Any]:
     rigs: list[Rig] = []
 
     def build(blocks_per_chunk: int) -> Rig:
-        rigs.append(Rig(tmp_path, kind, blocks_per_chunk))
+        rigs.append(Rig(tmp_path, kind, blocks_per_chunk, drive))
         return rigs[-1]
 
     yield build
