@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from forebay.cli import bench, calibrate, compress, demo, doctor, pool, profile_depth
+from forebay.cli import bench, calibrate, compress, demo, doctor, pool, profile_depth, spdk
 from forebay.cli.output import fail, messages
 from forebay.compression.errors import CompressionError
 from forebay.diffusion.errors import DiffusionError
@@ -31,6 +31,7 @@ app.command()(calibrate.calibrate)
 app.command()(demo.demo)
 app.command("profile-depth")(profile_depth.profile_depth)
 app.add_typer(pool.app, name="pool")
+app.add_typer(spdk.app, name="spdk")
 app.add_typer(compress.app, name="compress")
 app.add_typer(bench.app, name="bench")
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from forebay.compression.errors import CompressionError
@@ -53,7 +54,7 @@ def print_table(title: str, columns: Mapping[str, str], rows: list[list[str]]) -
 def fail(error: ForebayError | CompressionError | DiffusionError | OSError) -> int:
     """Print the error in one line, also as JSON where that was asked for, and return the exit code."""
     text = " ".join(str(error).split())
-    messages.print(f"[bold red]error:[/] {text}", markup=True, soft_wrap=True)
+    messages.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
     if "--json" in sys.argv:
         print_json({"ok": False, "error": text})
     return USAGE if isinstance(error, ConfigError) else PROBLEM
