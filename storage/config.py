@@ -116,6 +116,8 @@ class PoolConfig(_Strict):
     """Check the CRC-32C of every stripe on load. After an unclean stop, recovered chunks are checked regardless."""
     durable: bool = True
     """Keep a copy on a persistent device of what lies in DRAM, so that a restart finds everything warm."""
+    load: Literal["when_faster", "always"] = "when_faster"
+    """What of a hit is loaded: as much as shortens the time to first token, or all of it."""
     layer_groups: int = Field(default=1, ge=1, le=256)
     """A chunk is striped in this many groups of layers, each over all devices."""
     watermarks: Watermarks = Watermarks()

@@ -115,13 +115,15 @@ class TransferResult:
     """The id given to `submit_load` or `submit_store`."""
     failed: dict[bytes, str] = field(default_factory=dict)
     """Keys that failed, each with the reason: what the device said, a deadline, a checksum."""
+    late: set[bytes] = field(default_factory=set)
+    """Those of `failed` that were given up because the load took too long; nothing is wrong with their bytes."""
     checksums: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     """Stores only: the CRC-32C of each stripe of each key that was written."""
     bytes: int = 0
     seconds: float = 0.0
     device_bytes: dict[str, int] = field(default_factory=dict)
     device_seconds: dict[str, float] = field(default_factory=dict)
-    """From submit to the last stripe of each device: their spread is the skew of the transfer."""
+    """From submit to the last answer of each device, as the device saw it: their spread is the skew."""
 
 
 class DeviceHealth(NamedTuple):

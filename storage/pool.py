@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forebay.storage import records
@@ -122,6 +122,21 @@ class Pool:
         entry = self._index.get(self._prefix + key)
         return entry is not None and all(place >> 32 in self._volatile for place in unpack(entry.extents))
 
+    def reads(self, keys: Sequence[bytes]) -> list[list[tuple[int, int, int]]]:
+        """What loading each chunk would read on one lane: (place, offset in the chunk, bytes) of every stripe.
+
+        Places as in `plan.unpack`, the device in the upper half. Nothing for a chunk that cannot be read now.
+        """
+        found: list[list[tuple[int, int, int]]] = []
+        for key in keys:
+            entry = self._index.get(self._prefix + key)
+            places = self._sources(entry) if entry is not None and entry.ready else None
+            if entry is None or places is None:
+                found.append([])
+            else:
+                found.append([(place, *span) for place, span in zip(unpack(places), entry.spans, strict=True)])
+        return found
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of chunks, given in prefix order: the first will be the last to be evicted."""
         self._index.touch([self._prefix + key for key in keys])
@@ -144,12 +159,15 @@ class Pool:
         index.touch(names)
         return plans
 
-    def complete_load(self, keys: Iterable[bytes], failed: Iterable[bytes] = ()) -> None:
+    def complete_load(
+        self, keys: Iterable[bytes], failed: Iterable[bytes] = (), unread: Collection[bytes] = ()
+    ) -> None:
         """Give one lease of each key back, and drop the failed ones at once.
 
         Args:
             keys: of the plans that have ended, however they ended.
             failed: those whose bytes did not arrive; may or may not be listed in `keys` as well.
+            unread: those of `keys` that were given up for lack of time; they stay, as unverified as they were.
         """
         ended, bad = list(keys), set(failed)
         self._failed_loads += len(bad)
@@ -158,7 +176,7 @@ class Pool:
         for key in ended + list(bad.difference(ended)):
             name = self._prefix + key
             entry = index.get(name)
-            if entry is not None and not entry.verified and index.leased(name):
+            if entry is not None and not entry.verified and key not in unread and index.leased(name):
                 entry.verified = True
             index.release(name)
         self._journal.write()

@@ -7,6 +7,7 @@ call; nothing waits for another tier. The owner's thread calls `poll` or `wait`;
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import time
@@ -50,6 +51,8 @@ class _Transfer:
     result: TransferResult
     direction: Direction
     started: float
+    patience: float = math.inf
+    """Seconds after which it is given up, although no device has failed."""
     outstanding: dict[int, int] = field(default_factory=dict)
     """Operations not yet completed, by device."""
     checksums: dict[bytes, list[int]] = field(default_factory=dict)
@@ -141,13 +144,22 @@ class TransferEngine:
         return all([device.register(address, length) for device in self.devices])
 
     def submit_load(
-        self, transfer: int, chunks: Iterable[tuple[LoadPlan, Memory]], failed: Mapping[bytes, str] | None = None
+        self,
+        transfer: int,
+        chunks: Iterable[tuple[LoadPlan, Memory]],
+        failed: Mapping[bytes, str] | None = None,
+        patience: float = math.inf,
     ) -> None:
         """Read chunks into memory; the result comes from `poll` under the id `transfer`.
 
-        `failed` names keys that the caller already knows to have failed; they are part of the result.
+        Args:
+            transfer: chosen by the caller, unique among those that are out.
+            chunks: plans, each with where its bytes go.
+            failed: keys that the caller already knows to have failed; they are part of the result.
+            patience: seconds after which what has not arrived is given up.
         """
         job = self._open(transfer, failed, Direction.READ)
+        job.patience = patience
         batches = _Batches(self, job)
         for plan, memory in chunks:
             checksums = plan.lane_checksums(self.lane) if plan.verify else None
@@ -248,7 +260,7 @@ class TransferEngine:
     def _collect(self, index: int, completions: list[Completion]) -> None:
         """Book what one device has finished."""
         monitor = self._monitors[index]
-        monitor.last_progress = now = time.monotonic()
+        monitor.last_progress = time.monotonic()
         runs, name = self._runs, monitor.name
         for completion in completions:
             run = runs.pop(completion.tag, None)
@@ -259,10 +271,12 @@ class TransferEngine:
             if completion.result < 0 or monitor.suspect:
                 monitor.record(completion, job.direction)
             _judge(run, completion, name)
+            took = job.result.device_seconds
+            if completion.seconds > took.get(name, -1.0):
+                took[name] = completion.seconds
             left = job.outstanding[index] = job.outstanding[index] - 1
             if not left:
                 del job.outstanding[index]
-                job.result.device_seconds[name] = now - job.started
                 if not job.outstanding:
                     self._finish(job)
 
@@ -286,6 +300,8 @@ class TransferEngine:
         now = time.monotonic()
         limit = self.config.faults.deadline
         for job in list(self._transfers.values()):
+            if now - job.started > job.patience:
+                self._give_up(job)
             if now - job.started <= limit:
                 continue
             for index in list(job.outstanding):
@@ -297,6 +313,19 @@ class TransferEngine:
                 for tag in tags:
                     _fail(self._runs[tag], f"{monitor.name}: no answer within {limit:g} s")
                 self.devices[index].cancel(tags)
+
+    def _give_up(self, job: _Transfer) -> None:
+        """End a load that takes longer than it is worth. The devices are slow, not broken: it is not held against them.
+
+        What they are about to write to memory still has to end first.
+        """
+        job.patience, given_up = math.inf, job.patience
+        for index in list(job.outstanding):
+            tags = self._tags(job, index)
+            for tag in tags:
+                job.result.late.update(key for key in self._runs[tag].keys if key not in job.result.failed)
+                _fail(self._runs[tag], f"{self.devices[index].name}: given up after {given_up:.3g} s")
+            self.devices[index].cancel(tags)
 
 
 class _Batches:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, PromMetric, PromMetricT
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.forward_context import ForwardContext
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
@@ -25,11 +28,13 @@ from vllm.v1.request import Request
 from forebay.storage.namespace import weights_fingerprint
 from forebay.storage.plan import DeviceHealth, TransferResult
 from forebay.vllm_ext.manager import ForebayManager
-from forebay.vllm_ext.metadata import ForebayWorkerMetadata, JobReport
+from forebay.vllm_ext.metadata import ForebayConnectorMetadata, ForebayWorkerMetadata, JobReport
 from forebay.vllm_ext.plugin import register
 from forebay.vllm_ext.pool_config import read_pool_config
 from forebay.vllm_ext.spec import WEIGHTS_KEY, ForebaySpec
+from forebay.vllm_ext.steps import StepTimer
 from forebay.vllm_ext.worker import ForebayWorker
+from forebay.vllm_ext.worth import LoadJudge
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +104,17 @@ class ForebayConnector(OffloadingConnector):
 
 
 class ForebayConnectorScheduler(OffloadingConnectorScheduler):
-    """vLLM's scheduler side, told about failures and checksums before it completes a job."""
+    """vLLM's scheduler side, told about failures and checksums before it completes a job, and what is worth loading."""
+
+    def __init__(self, spec: ForebaySpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._judge: LoadJudge | None = None
+        if spec.pool_config.load == "when_faster":
+            recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
+            self._judge = LoadJudge(self.pool_manager.pool, give_up=recomputes)
+            self._timer = StepTimer(self._judge.cost)
+            self.pool_manager.judge = self.pool_manager.metrics.judge = self._judge
 
     @property
     def pool_manager(self) -> ForebayManager:
@@ -114,20 +129,66 @@ class ForebayConnectorScheduler(OffloadingConnectorScheduler):
             self.pool_manager.set_adapter(request.request_id, hashlib.sha256(fingerprint).digest()[:8])
         super().on_new_request(request)
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        """Tokens of the hit that are worth loading; None while that cannot be said.
+
+        vLLM looks up again with a bound, since the end of a shorter hit has to be valid for every group of layers.
+        """
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        while self._judge is not None and (hit := found[0]):
+            status = self._req_status[request.request_id]
+            keys = [
+                [self.pool_manager.pool_key(key, status.req_context) for key in group.offload_keys]
+                for group in status.group_states
+            ]
+            kept = self._judge.judge(status, keys, num_computed_tokens, hit)
+            if kept is None:
+                return None, False
+            if kept == hit:
+                break
+            # With windows vLLM takes one token off the bound.
+            bound = kept + (kept > 0 and bool(self._sliding_window_groups))
+            found = super().get_num_new_matched_tokens(request, num_computed_tokens, bound)
+        return found
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has its blocks: its load begins, if it has one."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._judge is not None and (verdict := self._judge.admit(request.request_id)):
+            self.pool_manager.metrics.record_verdict(verdict)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Let the pool know what the workers report, then let vLLM complete the jobs."""
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, ForebayWorkerMetadata):
             self.pool_manager.absorb(metadata, self._stale_job_threshold)
             self._store_again(metadata)
+        if self._judge is not None:
+            self._learn(self._judge, metadata if isinstance(metadata, ForebayWorkerMetadata) else None)
         super().update_connector_output(connector_output)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        """Plan this step's jobs; forget adapters of requests that are gone."""
+        """Plan this step's jobs; forget what belongs to requests that are gone."""
         metadata = super().build_connector_meta(scheduler_output)
         if scheduler_output.finished_req_ids:
             self.pool_manager.forget(self._req_status)
-        return metadata
+        if self._judge is None:
+            return metadata
+        self._judge.forget(scheduler_output.finished_req_ids)
+        requests = {name: status.req for name, status in self._req_status.items()}
+        step = self._timer.scheduled(scheduler_output, requests, time.monotonic())
+        return ForebayConnectorMetadata(**vars(metadata), probes=self._judge.take_probes(), step=step)
+
+    def _learn(self, judge: LoadJudge, metadata: ForebayWorkerMetadata | None) -> None:
+        """Note what loads, probes and the step took."""
+        self._timer.ended(metadata.steps if metadata else (), time.monotonic())
+        for result in metadata.loads if metadata else ():
+            if job := self._jobs.get(result.transfer):
+                judge.end(job.req_id, result)
+        for result in metadata.probes if metadata else ():
+            judge.end(-result.transfer, result)
 
     def _store_again(self, metadata: ForebayWorkerMetadata) -> None:
         """What failed to load will be recomputed: let it be stored once more.
@@ -158,14 +219,29 @@ class ForebayConnectorWorker(OffloadingConnectorWorker):
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._told: list[DeviceHealth] = []
+        self._probes = 0
         self.idle_step = False
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Start this step's jobs and probes."""
+        super().start_kv_transfers(metadata)
+        if isinstance(metadata, ForebayConnectorMetadata):
+            self._probes += len(metadata.probes)
+            for probe in metadata.probes:
+                self._pool_worker.submit_probe(probe)
+            if metadata.step is not None:
+                self._connector_worker_meta.steps.add(metadata.step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, whether or not they succeeded."""
         received: set[str] = set()
-        if self.idle_step and self._load_jobs:
+        if self.idle_step and (self._load_jobs or self._probes):
             self._pool_worker.rest(IDLE_REST)
         for result in self._pool_worker.take_results():
+            if result.transfer < 0:
+                self._probes -= 1
+                self._connector_worker_meta.probes.append(result)
+                continue
             request = self._load_jobs.pop(result.transfer, None)
             if request is not None:
                 self._end_load(result, request)
@@ -212,7 +288,7 @@ class ForebayConnectorWorker(OffloadingConnectorWorker):
         metadata.mark_completed(result.transfer)
         lanes = {key: {self._lane: checksums} for key, checksums in result.checksums.items()}
         if result.failed or lanes:
-            metadata.reports[result.transfer] = JobReport(result.failed, lanes)
+            metadata.reports[result.transfer] = JobReport(result.failed, result.late, lanes)
         stats = metadata.transfer_stats.load if is_load else metadata.transfer_stats.store
         stats.record(result.bytes, result.seconds)
         (metadata.loads if is_load else metadata.stores).append(result)

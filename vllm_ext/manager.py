@@ -22,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from forebay.storage.pool import Lookup, Pool
 from forebay.vllm_ext.metadata import ForebayLoadSpec, ForebayStoreSpec, ForebayWorkerMetadata, JobReport
 from forebay.vllm_ext.metrics import PoolMetrics
+from forebay.vllm_ext.worth import LoadJudge
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,10 @@ class ForebayManager(OffloadingManager):
         """Checksums of stores that have not ended on all ranks, by pool key and lane."""
         self._failed: set[bytes] = set()
         """Keys of stores that failed on some rank and have not been completed."""
+        self._late: set[bytes] = set()
+        """Keys of loads that were given up on some rank and have not been completed."""
+        self.judge: LoadJudge | None = None
+        """Told of every load; None where all hits are loaded."""
 
     def set_adapter(self, req_id: str, fingerprint: bytes) -> None:
         """Keep the keys of a request with a LoRA adapter apart, by the adapter's content."""
@@ -86,11 +91,16 @@ class ForebayManager(OffloadingManager):
         """Lease the chunks and say where they lie."""
         pool_keys = [self.pool_key(key, req_context) for key in keys]
         plans = {plan.key: plan for plan in self.pool.prepare_load(pool_keys)}
-        return ForebayLoadSpec(pool_keys, [get_offload_group_idx(key) for key in keys], plans)
+        spec = ForebayLoadSpec(pool_keys, [get_offload_group_idx(key) for key in keys], plans)
+        if self.judge is not None:
+            spec.patience = self.judge.begin(req_context.req_id, plans.values())
+        return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Release the leases; what failed was dropped when it was reported."""
-        self.pool.complete_load([self.pool_key(key, req_context) for key in keys])
+        pool_keys = [self.pool_key(key, req_context) for key in keys]
+        self.pool.complete_load(pool_keys, unread=self._late)
+        self._late.difference_update(pool_keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Find places for the chunks that are not in the pool; a full or busy pool takes as long a prefix as fits."""
@@ -131,9 +141,11 @@ class ForebayManager(OffloadingManager):
             self._reports.setdefault(OffloadKey(key), {}).update(lanes)
         if report.failed:
             key, reason = next(iter(report.failed.items()))
-            logger.warning("%d chunks failed and are dropped from the pool (first: %s)", len(report.failed), reason)
-            self._failed.update(key for key in report.failed if self.pool.lookup(key) is Lookup.WRITING)
-            self.pool.drop([key for key in report.failed if self.pool.lookup(key) is Lookup.READY])
+            logger.warning("%d chunks failed and are computed instead (first: %s)", len(report.failed), reason)
+            self._late |= report.late
+            lost = report.failed.keys() - report.late
+            self._failed.update(key for key in lost if self.pool.lookup(key) is Lookup.WRITING)
+            self.pool.drop([key for key in lost if self.pool.lookup(key) is Lookup.READY])
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Nothing to prepare."""
@@ -153,6 +165,9 @@ class ForebayManager(OffloadingManager):
         """Empty this namespace."""
         self._reports.clear()
         self._failed.clear()
+        self._late.clear()
+        if self.judge is not None:
+            self.judge.reset()
         self.pool.reset()
 
     def get_stats(self):  # type: ignore[no-untyped-def]  # noqa: ANN201 - vLLM's stats class, private to it

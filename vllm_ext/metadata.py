@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from forebay.storage.plan import DeviceHealth, LoadPlan, StorePlan, TransferResult
@@ -20,6 +24,8 @@ class ForebayLoadSpec(LoadStoreSpec):
     """KV-cache group of each key (vLLM's group id)."""
     plans: dict[bytes, LoadPlan]
     """By key; a key that has left the pool meanwhile has none and fails."""
+    patience: float = math.inf
+    """Seconds after which what has not arrived is to be computed instead."""
 
 
 @dataclass
@@ -31,18 +37,34 @@ class ForebayStoreSpec(LoadStoreSpec):
 
 
 @dataclass
+class ForebayConnectorMetadata(OffloadingConnectorMetadata):
+    """What the scheduler's side tells the workers in one step."""
+
+    probes: list[LoadPlan] = field(default_factory=list)
+    """Reads that only ask how fast a device is; the key is the probe's number, 8 bytes."""
+    step: int | None = None
+    """Number to send back when the step is over; None when nobody wants to know."""
+
+
+@dataclass
 class JobReport:
     """How one job ended on one or more ranks."""
 
     failed: dict[bytes, str] = field(default_factory=dict)
+    late: set[bytes] = field(default_factory=set)
+    """Those of `failed` that only took too long."""
     checksums: dict[bytes, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     """Stores: CRC-32C by key, lane and stripe."""
 
     def merge(self, other: JobReport) -> None:
         """Add what another rank says."""
+        self.late = {key for key in self.late | other.late if self._only_late(key) and other._only_late(key)}
         self.failed.update(other.failed)
         for key, lanes in other.checksums.items():
             self.checksums.setdefault(key, {}).update(lanes)
+
+    def _only_late(self, key: bytes) -> bool:
+        return key in self.late or key not in self.failed
 
 
 @dataclass
@@ -57,10 +79,14 @@ class ForebayWorkerMetadata(OffloadingWorkerMetadata):
     health: dict[int, list[DeviceHealth]] = field(default_factory=dict)
     """By rank; only when it changed or a bandwidth was observed."""
     queue_depth: dict[str, int] = field(default_factory=dict)
+    probes: list[TransferResult] = field(default_factory=list)
+    """Finished probes; the transfer is the probe's number, negative."""
+    steps: set[int] = field(default_factory=set)
+    """Numbers of steps that are over."""
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.completed_jobs or self.reports or self.health)
+        return not (self.completed_jobs or self.reports or self.health or self.probes or self.steps)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Combine the metadata of two ranks of one step."""
@@ -76,4 +102,6 @@ class ForebayWorkerMetadata(OffloadingWorkerMetadata):
                 merged.queue_depth[name] = merged.queue_depth.get(name, 0) + depth
         merged.loads = self.loads + other.loads
         merged.stores = self.stores + other.stores
+        merged.probes = self.probes + other.probes
+        merged.steps = self.steps | other.steps
         return merged

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 FLUSH_PATIENCE = 0.25
 """Seconds that a flush waits for stores before it drops those that have not started (our choice)."""
+PROBE_PATIENCE = 0.05
+"""Seconds that a probe may take: a request may be waiting for what it says (our choice)."""
 
 
 class ForebayWorker(OffloadingWorker):
@@ -59,8 +61,14 @@ class ForebayWorker(OffloadingWorker):
             else:
                 chunks.append((plan, self.layout.memory(group, ids, plan_length(plan))))
         self._blocks[job_id] = blocks
-        self.engine.submit_load(job_id, chunks, failed=missing)
+        self.engine.submit_load(job_id, chunks, failed=missing, patience=src_spec.patience)
         return True
+
+    def submit_probe(self, probe: LoadPlan) -> None:
+        """Read and throw away; the result comes as a transfer with the probe's number, negative."""
+        self.engine.submit_load(
+            -int.from_bytes(probe.key, "big"), [(probe, [(0, plan_length(probe))])], patience=PROBE_PATIENCE
+        )
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Start writing the blocks of `src_spec` to the places of `dst_spec`."""
