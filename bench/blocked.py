@@ -36,6 +36,7 @@ _CALLS = {
     "aarch64": {"read": 63, "close": 57, "pread64": 67, "readv": 65, "openat": 56, "preadv": 69, "preadv2": 286},
 }
 _IO_URING_ENTER = 426  # on all architectures
+_POLL = {"x86_64": 7, "aarch64": 73}
 
 
 def can_sample() -> bool:
@@ -53,11 +54,13 @@ class BlockedSampler:
 
     Args:
         watched: thread ids. Worker threads of io_uring are watched in any case.
+        polls: count sleeping in poll, too: for threads that wait for devices there.
     """
 
-    def __init__(self, watched: Collection[int]) -> None:
+    def __init__(self, watched: Collection[int], *, polls: bool = False) -> None:
         self._watched = sorted(watched)
         self._calls = {str(number) for number in (*_CALLS[platform.machine()].values(), _IO_URING_ENTER)}
+        self._calls |= {str(_POLL[platform.machine()])} if polls else set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="blocked-sampler", daemon=True)
         self._started = 0.0
@@ -65,6 +68,8 @@ class BlockedSampler:
         self._hits = 0
         self.seconds = 0.0
         """Thread-seconds blocked in I/O, once the context has ended."""
+        self.own_cpu_seconds = 0.0
+        """CPU time that looking took."""
 
     def __enter__(self) -> Self:
         self._started = time.perf_counter()
@@ -82,6 +87,7 @@ class BlockedSampler:
         while not self._stop.wait(PERIOD):
             self._looks += 1
             self._hits += sum(self._in_call(thread) for thread in self._watched) + _blocked_workers(self._watched)
+        self.own_cpu_seconds = time.thread_time()
 
     def _in_call(self, thread: int) -> bool:
         try:

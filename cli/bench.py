@@ -171,6 +171,26 @@ def dlm(
     _finish(report, show, json_file, plot)
 
 
+@app.command()
+def passthrough(
+    quick: Quick = False,
+    only: Only = "",
+    rounds: Rounds = None,
+    work: Annotated[Path, typer.Option(metavar="DIR", help="A folder on the disk to measure.")] = Path(),
+    json_file: JsonFile = None,
+    plot: Plot = None,
+) -> None:
+    """Drives behind a vhost-user-blk server, as SPDK is one, against the kernel's way to them; pools that are shared.
+
+    The server is QEMU's storage daemon; wants root, for huge pages. Exit code 0 when everything could be measured,
+    whether or not it cleared its bar.
+    """
+    from forebay.bench.passthrough.suite import PASSTHROUGH
+
+    report = _measure(PASSTHROUGH, work, quick, rounds, only, shlex.join(["forebay", *sys.argv[1:]]))
+    _finish(report, _show, json_file, plot)
+
+
 def _finish(
     report: dict[str, Any], show: Callable[[dict[str, Any]], None], json_file: Path | None, plot: Path | None
 ) -> NoReturn:
@@ -209,6 +229,7 @@ def _plot(report: dict[str, Any], path: Path) -> None:
         "kv": plot.plot_bars,
         "moe": plot.plot_bars,
         "dlm": plot.plot_bars,
+        "passthrough": plot.plot_bars,
         "dlm-own": plot.plot_arms,
         "kv-trace-replay": plot.plot_replay,
         "kv-trace-simulation": plot.plot_hit_rates,

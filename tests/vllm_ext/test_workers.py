@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
+from forebay.bench.storage_daemon import StorageDaemon
 from forebay.storage.config import PoolConfig
 from forebay.storage.lanes import open_lane
 from forebay.storage.namespace import Namespace
@@ -21,7 +22,7 @@ from forebay.vllm_ext.layout import ChunkLayout
 from forebay.vllm_ext.metadata import ForebayLoadSpec, ForebayStoreSpec
 from forebay.vllm_ext.staging import StagedWorker
 from forebay.vllm_ext.worker import ForebayWorker
-from tests.storage.device.vhost import StorageDaemon, huge_pages, need_daemon
+from tests.storage.device.vhost import huge_pages, need_daemon
 
 BLOCKS, PAGE, LAYERS = 24, 12_288, 3
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.bench.storage_daemon import StorageDaemon, throttled
 from forebay.storage.config import DeviceConfig
 from forebay.storage.device import host_memory, open_device, prepare_device, superblock
 from forebay.storage.device._native import Queue, virtqueue
@@ -20,7 +21,7 @@ from forebay.storage.device.spdk import SpdkDevice, memory_needed
 from forebay.storage.errors import DeviceError, PoolError
 from forebay.storage.host_memory import HUGE_PAGE, HostMemory
 from forebay.storage.testing import DeviceConformance, Memory, run
-from tests.storage.device.vhost import StorageDaemon, huge_pages, need_daemon
+from tests.storage.device.vhost import huge_pages, need_daemon
 
 UUID = bytes(range(16))
 MIB = 1 << 20
@@ -238,14 +239,8 @@ def test_an_error_of_the_drive_is_that_operations(tmp_path: Path) -> None:
 
 def test_bandwidth_is_the_servers(tmp_path: Path) -> None:
     """Throttled to 50 MB/s."""
-    filters = (
-        "--object", "throttle-group,id=slow,x-bps-total=50000000",
-        "--blockdev", "driver=throttle,node-name=slow-disk,throttle-group=slow,file=disk",
-    )  # fmt: skip
     with (
-        StorageDaemon(
-            tmp_path / "disk", tmp_path / "socket", SIZE + superblock.SIZE, filters=filters, node="slow-disk"
-        ),
+        StorageDaemon(tmp_path / "disk", tmp_path / "socket", SIZE + superblock.SIZE, **throttled(50e6)),
         contextlib.closing(opened(config(tmp_path))) as device,
     ):
         memory = Memory(MIB)

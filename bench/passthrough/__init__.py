@@ -1,0 +1,1 @@
+"""Drives behind SPDK, against the kernel's file systems: `forebay bench passthrough`."""
