@@ -15,7 +15,7 @@ from pathlib import Path
 from forebay.storage import journal as journals
 from forebay.storage import records
 from forebay.storage.config import PoolConfig
-from forebay.storage.device import prepare_device
+from forebay.storage.device import capacity_of
 from forebay.storage.errors import ConfigError, PoolBusyError, PoolError
 from forebay.storage.index import Entry
 from forebay.storage.lanes import pool_uuid
@@ -107,7 +107,7 @@ def _header(config: PoolConfig, lanes: int) -> records.Header:
     identity = pool_uuid(config)
     devices = []
     for device in config.devices:
-        capacity = prepare_device(device, identity) or 0
+        capacity = capacity_of(device, identity)
         slots = lane_slots(capacity, lanes, config.stripe)
         if slots == 0:
             raise ConfigError(

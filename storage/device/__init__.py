@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forebay.storage.config import DeviceConfig
+from forebay.storage.config import BLOCK, DeviceConfig
 from forebay.storage.device.base import Device
 from forebay.storage.host_memory import HostMemory
 
@@ -55,6 +55,19 @@ def host_memory(devices: Sequence[DeviceConfig], more: int = 0) -> HostMemory | 
     from forebay.storage.device.spdk import memory_needed
 
     return HostMemory(more + sum(memory_needed(device) for device in devices if device.kind == "spdk"))
+
+
+def capacity_of(config: DeviceConfig, pool_uuid: bytes) -> int:
+    """Bytes that a device of the pool has, for whoever moves none of them itself; made ready where that takes asking.
+
+    A drive with a `size` is not asked, because a server may have one client: who opens it finds out if it has less.
+
+    Raises:
+        DeviceError: as `prepare_device`.
+    """
+    if config.kind == "spdk" and config.size is not None:
+        return config.size // BLOCK * BLOCK
+    return prepare_device(config, pool_uuid) or 0
 
 
 def prepare_device(config: DeviceConfig, pool_uuid: bytes) -> int | None:
