@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 from rich.markup import escape
 
-from forebay.cli.output import Json, messages, print_json, print_table
+from forebay.cli.output import OK, PROBLEM, Json, messages, print_json, print_table
 from forebay.storage.spdk import record
 from forebay.storage.spdk.attach import Attached, attach, parse
 from forebay.storage.spdk.detach import detach
@@ -30,7 +33,9 @@ State = Annotated[
         "--state", help="Where what attach made is on record.  [default: /run/forebay or ~/.local/state/forebay]"
     ),
 ]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Longest wait for one answer of the target, in s.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0.1, max=3600, help="Longest wait for one answer of the target, in s.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the RPCs that would change the target.")]
 
 
@@ -72,25 +77,38 @@ def attach_command(
 
 
 def _snippet(devices: Sequence[Attached]) -> str:
-    lines = [f"  - {{name: {one.name}, kind: spdk, path: {one.path}}}  # {format_bytes(one.size)}" for one in devices]
+    lines = [
+        f"  - {{name: {_yaml(one.name)}, kind: spdk, path: {_yaml(str(one.path))}}}  # {format_bytes(one.size)}"
+        for one in devices
+    ]
     return "\n".join(["devices:", *lines])
+
+
+def _yaml(text: str) -> str:
+    """In quotes where YAML would see something else than this text."""
+    plain = re.fullmatch(r"[\w./-]+", text) and yaml.safe_load(text) == text
+    return text if plain else json.dumps(text)
 
 
 @app.command("status")
 def status_command(
     socket: Socket = DEFAULT_SOCKET, state: State = None, timeout: Timeout = SECONDS, as_json: Json = False
 ) -> None:
-    """What the target has and has done, and what of it is ours. Changes nothing."""
+    """What the target has and has done, and what of it is ours. Changes nothing.
+
+    Exits with 1 when something that attach made is gone.
+    """
     path = state or record.default_path(socket)
     found = status(Target(socket, timeout), record.load(path, socket))
     if as_json:
-        print_json({"ok": True, "socket": socket, "state": path} | asdict(found))
-        return
+        print_json({"ok": not found.missing, "socket": socket, "state": path} | asdict(found))
+        raise typer.Exit(PROBLEM if found.missing else OK)
     typer.echo(f"{found.version} at {socket}")
     _show_bdevs(found.bdevs)
     _show_controllers(found)
     for name in found.missing:
         messages.print(f"{escape(name)} is on record as ours but not there; attach again, or `forebay spdk detach`")
+    raise typer.Exit(PROBLEM if found.missing else OK)
 
 
 def _show_bdevs(bdevs: Sequence[BdevStatus]) -> None:

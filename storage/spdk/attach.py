@@ -138,11 +138,13 @@ class _Attempt:
         self.done = Done()
         self.bdevs: dict[str, Bdev] = {}
         self.controllers: dict[str, Controller] = {}
+        self.drives: dict[str, str] = {}
 
     def look(self) -> None:
         """See what the target has now."""
         self.bdevs = {bdev.name: bdev for bdev in self.target.bdevs()}
         self.controllers = {controller.name: controller for controller in self.target.controllers()}
+        self.drives = self.target.drives()
 
     def check(self, one: Wanted) -> None:
         """Refuse what cannot be served, before anything is changed."""
@@ -153,17 +155,18 @@ class _Attempt:
             )
         for bdev in self._existing(one):
             self._check_bdev(bdev, self._device(one, bdev.name))
-        if one.pci and not self._existing(one):
+        if one.pci and one.pci not in self.drives.values():
             self._check_names(one)
+        elif not self._existing(one):
+            raise AttachError(f"the drive at {one.pci} has no namespace; make one with `nvme create-ns`")
 
     def _check_names(self, one: Wanted) -> None:
         """A drive that is still to be taken needs a name that nothing has."""
         controller = self.controllers.get(one.name + SUFFIX)
         if controller is not None:
             raise AttachError(f"controller {controller.name} serves {controller.bdev} already; give another --name")
-        other = next((bdev for bdev in self.bdevs if re.fullmatch(re.escape(one.name) + r"n\d+", bdev)), None)
-        if other is not None:
-            raise AttachError(f"bdev {other} is of another drive than {one.pci}; give another --name")
+        if one.name in self.drives:
+            raise AttachError(f"the target calls another drive than {one.pci} {one.name}; give another --name")
 
     def _check_bdev(self, bdev: Bdev, name: str) -> None:
         wanted = name + SUFFIX
@@ -183,7 +186,7 @@ class _Attempt:
 
     def attach(self, one: Wanted) -> None:
         """Make the device, or find it there."""
-        if one.pci and not self._existing(one):
+        if one.pci and one.pci not in self.drives.values():
             self._take_drive(one)
         elif one.pci:
             self.done.notes.append(f"the drive at {one.pci} belongs to the target already")
@@ -191,23 +194,11 @@ class _Attempt:
             self._serve(bdev, self._device(one, bdev.name))
 
     def _take_drive(self, one: Wanted) -> None:
-        rpc = drive_rpc(one.name, one.pci)
-        self.done.sent.append(rpc)
         if self.dry_run:
+            self.done.sent.append(drive_rpc(one.name, one.pci))
             self.bdevs[f"{one.name}n1"] = Bdev(f"{one.name}n1", "NVMe disk", 0, 512, claimed=False, pci=one.pci)
             return
-        self.record.drives[one.name] = one.pci
-        self.record.save()
-        try:
-            self.target.attach_drive(rpc)
-        except SpdkError as error:
-            if error.code is not None:
-                del self.record.drives[one.name]
-                self.record.save()
-            raise
-        self.look()
-        if not self._existing(one):
-            raise AttachError(f"the drive at {one.pci} has no namespace; make one with `nvme create-ns`")
+        self._make(drive_rpc(one.name, one.pci), self.record.drives, one.name, one.pci)
         self.check(one)
 
     def _serve(self, bdev: Bdev, name: str) -> None:
@@ -216,24 +207,30 @@ class _Attempt:
             self.done.notes.append(f"controller {controller.name} serves {bdev.name} already")
             self.done.devices.append(Attached(name, controller.socket, bdev.name, bdev.size, made=False))
             return
-        rpc = serve_rpc(name + SUFFIX, bdev.name)
-        self.done.sent.append(rpc)
         path = Path(f"{name}{SUFFIX}")
-        if not self.dry_run:
-            path = self._create(rpc, name + SUFFIX, bdev.name)
+        if self.dry_run:
+            self.done.sent.append(serve_rpc(path.name, bdev.name))
+        else:
+            self._make(serve_rpc(path.name, bdev.name), self.record.controllers, path.name, bdev.name)
+            path = self._socket(path.name)
         self.done.devices.append(Attached(name, path, bdev.name, bdev.size, made=True))
 
-    def _create(self, rpc: Rpc, controller: str, bdev: str) -> Path:
-        self.record.controllers[controller] = bdev
+    def _make(self, rpc: Rpc, made: dict[str, str], name: str, of: str) -> None:
+        """Put it on record, then ask the target for it."""
+        before = made.get(name)
+        made[name] = of
         self.record.save()
         try:
             self.target.send(rpc)
         except SpdkError as error:
             if error.code is not None:
-                del self.record.controllers[controller]
+                _restore(made, name, before)
                 self.record.save()
             raise
+        self.done.sent.append(rpc)
         self.look()
+
+    def _socket(self, controller: str) -> Path:
         if controller not in self.controllers:
             raise AttachError(f"controller {controller} is not there after it was made; see the target's log")
         return self.controllers[controller].socket
@@ -246,8 +243,6 @@ class _Attempt:
         """
         for rpc in reversed(self.done.sent):
             made, name, reverse = _reverse(rpc, self.record)
-            if name not in made:
-                continue
             try:
                 self.target.send(reverse)
             except SpdkError as error:
@@ -269,6 +264,13 @@ class _Attempt:
     def _device(self, one: Wanted, bdev: str) -> str:
         """A drive of one namespace gives its name to the device; of several, each bdev gives its own."""
         return one.name if len(self._existing(one)) == 1 else bdev
+
+
+def _restore(made: dict[str, str], name: str, before: str | None) -> None:
+    if before is None:
+        del made[name]
+    else:
+        made[name] = before
 
 
 def _reverse(rpc: Rpc, record: Record) -> tuple[dict[str, str], str, Rpc]:

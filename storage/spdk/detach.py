@@ -61,6 +61,7 @@ class _Removal:
         self.dry_run = dry_run
         self.undone = Undone()
         self.bdevs: list[Bdev] = target.bdevs()
+        self.drives = target.drives()
         self.controllers: dict[str, Controller] = {one.name: one for one in target.controllers()}
 
     def run(self, chosen: list[str], every: bool) -> Undone:
@@ -101,7 +102,7 @@ class _Removal:
     def _release(self, name: str, pci: str) -> None:
         """Give the drive back unless somebody else uses it by now."""
         bdevs = {bdev.name: bdev for bdev in self.bdevs if bdev.pci == pci}
-        if not bdevs or not all(bdev.startswith(name + "n") for bdev in bdevs):
+        if self.drives.get(name) != pci:
             self.undone.notes.append(f"drive {name} ({pci}) is gone already, or somebody else's")
             self._forget(self.record.drives, name)
             return

@@ -47,12 +47,13 @@ def status(target: Target, record: Record) -> Status:
     controllers = target.controllers()
     traffic = target.traffic()
     served = {(one.name, one.bdev) for one in controllers}
-    addresses = {bdev.pci for bdev in bdevs}
+    drives = target.drives().items()
+    ours = {pci for name, pci in drives if record.drives.get(name) == pci}
     missing = [name for name, bdev in record.controllers.items() if (name, bdev) not in served]
-    missing += [name for name, pci in record.drives.items() if pci not in addresses]
+    missing += [name for name, pci in record.drives.items() if (name, pci) not in drives]
     return Status(
         version=target.version(),
-        bdevs=[BdevStatus(one, one.pci in record.drives.values(), traffic.get(one.name)) for one in bdevs],
+        bdevs=[BdevStatus(one, one.pci in ours, traffic.get(one.name)) for one in bdevs],
         controllers=[ControllerStatus(one, record.controllers.get(one.name, "") == one.bdev) for one in controllers],
         missing=missing,
     )

@@ -78,6 +78,11 @@ class Target:
         rpc = Rpc("bdev_get_bdevs")
         return self._read(rpc, lambda answer: [_bdev(one) for one in answer])
 
+    def drives(self) -> dict[str, str]:
+        """NVMe controllers: name -> PCI address, empty when the drive is elsewhere (NVMe over fabrics)."""
+        rpc = Rpc("bdev_nvme_get_controllers")
+        return self._read(rpc, lambda answer: {str(one["name"]): _address(one) for one in answer})
+
     def controllers(self) -> list[Controller]:
         """All of them, also those that are not for blocks."""
         rpc = Rpc("vhost_get_controllers")
@@ -87,10 +92,6 @@ class Target:
         """By name of the bdev."""
         rpc = Rpc("bdev_get_iostat")
         return self._read(rpc, lambda answer: dict(_traffic(answer)))
-
-    def attach_drive(self, rpc: Rpc) -> list[str]:
-        """The names of the bdevs that `drive_rpc` made."""
-        return self._read(rpc, lambda answer: [str(name) for name in answer])
 
     def _read(self, rpc: Rpc, understand: Callable[[Any], T]) -> T:
         answer = self.send(rpc)
@@ -146,6 +147,12 @@ def _pci(details: dict[str, Any]) -> str:
         if path.get("pci_address"):
             return str(path["pci_address"]).lower()
     return ""
+
+
+def _address(one: dict[str, Any]) -> str:
+    """One path of several counts; in early releases the drive itself is the path."""
+    trid = (one.get("ctrlrs") or [one])[0].get("trid") or {}
+    return str(trid["traddr"]).lower() if str(trid.get("trtype", "")).lower() == "pcie" else ""
 
 
 def _controller(one: dict[str, Any]) -> Controller:

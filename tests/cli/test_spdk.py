@@ -67,7 +67,14 @@ def test_status(spdk, tgt):  # noqa: F811
 def test_status_of_what_is_gone(spdk, tgt):  # noqa: F811
     spdk("attach", "Malloc0")
     tgt.restart()
-    assert "Malloc0.kv is on record as ours but not there" in spdk("status").err
+    done = spdk("status")
+    assert (done.code, "Malloc0.kv is on record as ours but not there" in done.err) == (1, True)
+    assert spdk("status", "--json").data["ok"] is False
+
+
+def test_names_that_yaml_would_take_for_something_else(spdk):
+    done = spdk("attach", "Malloc0", "Malloc1", "--name", "1e3", "--name", "no")
+    assert [device["name"] for device in yaml.safe_load(done.out)["devices"]] == ["1e3", "no"]
 
 
 def test_detach(spdk, tgt):  # noqa: F811

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from tests.storage.device.vhost import StorageDaemon
+from forebay.bench.storage_daemon import StorageDaemon
 
 BLOCK = 512
 TICKS = 2_400_000_000
-LISTENS, CONNECTED = ("00010000", "01"), ("00000000", "03")
-"""Flags and state in /proc/net/unix."""
+CONNECTED = "03"
+"""A socket's state in /proc/net/unix."""
 
 
 class Refused(Exception):
@@ -36,21 +36,21 @@ class Refused(Exception):
         self.code = code
 
 
+class Lost(Exception):
+    """The connection is lost before or after the target has done what was asked."""
+
+    def __init__(self, *, done: bool) -> None:
+        super().__init__(f"lost with done={done}")
+        self.done = done
+
+
 class Server(StorageDaemon):
     """The real thing behind one controller."""
 
-    def start(self) -> None:
-        super().start()
-        while LISTENS not in self._states():
-            time.sleep(0.005)
-
     def sessions(self) -> int:
         """Initiators that are connected."""
-        return self._states().count(CONNECTED)
-
-    def _states(self) -> list[tuple[str, str]]:
         lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-        return [(fields[3], fields[5]) for fields in lines if fields[-1] == str(self.socket)]
+        return sum(fields[5] == CONNECTED for fields in lines if fields[-1] == str(self.socket))
 
 
 class Standin:
@@ -83,8 +83,8 @@ class Standin:
         self.controllers: dict[str, tuple[str, Server]] = {}
         self.traffic: dict[str, dict[str, int]] = {}
         self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.failures: dict[str, Refused | Callable[[], None]] = {}
-        """Method -> what happens instead, once."""
+        self.failures: dict[str, tuple[int, Refused | Lost | Callable[[], None]]] = {}
+        """Method -> after how many calls, what happens once: a refusal, a lost connection, or a call first."""
         self.delete_waits = delete_waits
         self.old = old
         self.lock = threading.RLock()
@@ -132,9 +132,16 @@ class Standin:
         self.vhost_create_blk_controller(controller, bdev)
         return self.controllers[controller][1].socket
 
+    def start_server(self, file: Path, path: Path) -> Server:
+        """What stands behind a controller."""
+        server = Server(file, path)
+        server.start()
+        return server
+
     def changes(self) -> list[str]:
         """The methods that were asked for and change something."""
         reads = {"bdev_get_bdevs", "vhost_get_controllers", "bdev_get_iostat", "spdk_get_version"}
+        reads.add("bdev_nvme_get_controllers")
         return [method for method, _ in self.requests if method not in reads]
 
     # The RPCs.
@@ -170,6 +177,10 @@ class Standin:
         self.attached[name] = traddr
         return names
 
+    def bdev_nvme_get_controllers(self) -> list[dict[str, Any]]:
+        paths = {name: {"trid": {"trtype": "PCIe", "traddr": pci}} for name, pci in self.attached.items()}
+        return [{"name": name} | (path if self.old else {"ctrlrs": [path]}) for name, path in paths.items()]
+
     def bdev_nvme_detach_controller(self, name: str) -> bool:
         if name not in self.attached:
             raise Refused(-errno.ENODEV, os.strerror(errno.ENODEV))
@@ -186,9 +197,7 @@ class Standin:
             raise Refused(-32602, os.strerror(errno.EPERM))
         if ctrlr in self.controllers:
             raise Refused(-32602, os.strerror(errno.EEXIST))
-        server = Server(self.files[names[dev_name]], self.folder / ctrlr)
-        server.start()
-        self.controllers[ctrlr] = (names[dev_name], server)
+        self.controllers[ctrlr] = (names[dev_name], self.start_server(self.files[names[dev_name]], self.folder / ctrlr))
         return True
 
     def vhost_get_controllers(self, name: str | None = None) -> list[dict[str, Any]]:
@@ -249,11 +258,20 @@ class Standin:
     def _perform(self, method: str, params: dict[str, Any]) -> Any:
         if not self.requests or self.requests[-1] != (method, params):
             self.requests.append((method, params))
-        failure = self.failures.pop(method, None)
-        if isinstance(failure, Refused):
+        after, failure = self.failures.pop(method, (0, None))
+        if after:
+            self.failures[method] = (after - 1, failure)
+        elif isinstance(failure, Refused):
             raise failure
-        if failure is not None:
+        elif isinstance(failure, Lost):
+            if failure.done:
+                self._do(method, params)
+            raise ConnectionAbortedError
+        elif failure is not None:
             failure()
+        return self._do(method, params)
+
+    def _do(self, method: str, params: dict[str, Any]) -> Any:
         known = method.partition("_")[0] in ("spdk", "bdev", "vhost")
         perform = getattr(self, method, None) if known else None
         if perform is None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 
 import pytest
@@ -18,7 +21,7 @@ from forebay.storage.spdk.rpc import SpdkError
 from forebay.storage.spdk.status import status
 from forebay.storage.spdk.target import Target
 from tests.storage.spdk.conftest import PCI, TWO_NAMESPACES
-from tests.storage.spdk.standin import Refused, Standin
+from tests.storage.spdk.standin import Lost, Refused, Standin
 
 pytestmark = pytest.mark.needs("qemu-storage-daemon")
 
@@ -51,7 +54,8 @@ def speaks_vhost_user(path):
         connection.settimeout(10)
         connection.connect(str(path))
         connection.sendall(struct.pack("<III", 1, 1, 0))  # GET_FEATURES
-        return len(connection.recv(20, socket.MSG_WAITALL)) == 20
+        with connection.makefile("rb") as answers:
+            return len(answers.read(20)) == 20
 
 
 @contextlib.contextmanager
@@ -78,7 +82,7 @@ def test_bdev_by_name(run, tgt, path):
 def test_drive_by_address(run, tgt, path):
     done = run(attach, ["5E:00.0"], ["nvme0"])
     assert [(one.name, one.bdev, one.size) for one in done.devices] == [("nvme0", "nvme0n1", 3 << 20)]
-    assert tgt.requests[2] == (
+    assert tgt.requests[3] == (
         "bdev_nvme_attach_controller",
         {"name": "nvme0", "trtype": "PCIe", "traddr": PCI, "multipath": "disable"},
     )
@@ -151,7 +155,7 @@ def test_foreign_drive_stays_with_the_target(run, tgt, path):
         (
             lambda tgt: tgt.bdev_nvme_attach_controller("n", "PCIe", TWO_NAMESPACES),
             ([PCI], ["n"]),
-            "bdev nn1 is of another drive",
+            f"calls another drive than {PCI} n;",
         ),
     ],
 )
@@ -301,15 +305,7 @@ def test_attach_again_after_a_restart(run, tgt, path):
 def test_refusal_undoes_what_the_call_made_and_keeps_what_was(run, tgt, path, fails):
     run(attach, ["Malloc1"], ["old"])
     before = on_record(path, tgt)
-    refuse = Refused(-32602, "Input/output error")
-    later = {"first": True}
-
-    def second_time():
-        if not later.pop("first", False):
-            raise refuse
-        tgt.failures[fails] = second_time
-
-    tgt.failures[fails] = second_time
+    tgt.failures[fails] = (1, Refused(-32602, "Input/output error"))
     with pytest.raises(SpdkError, match="Input/output error"):
         run(attach, [PCI, "Malloc0", TWO_NAMESPACES], ["a", "b", "c"])
     assert (list(tgt.controllers), tgt.attached) == (["old.kv"], {})
@@ -318,7 +314,7 @@ def test_refusal_undoes_what_the_call_made_and_keeps_what_was(run, tgt, path, fa
 
 def test_what_cannot_be_undone_stays_on_record(run, tgt, path):
     tgt.drives["0000:01:00.0"] = []
-    tgt.failures["vhost_delete_controller"] = Refused(-32602, "Device or resource busy")
+    tgt.failures["vhost_delete_controller"] = (0, Refused(-32602, "Device or resource busy"))
     with pytest.raises(
         AttachError, match=r"the drive at .* has no namespace.*; a\.kv stays, `forebay spdk detach` removes"
     ):
@@ -330,7 +326,7 @@ def test_what_cannot_be_undone_stays_on_record(run, tgt, path):
 
 
 def test_target_that_stops_answering_leaves_everything_on_record(run, tgt, path):
-    tgt.failures["bdev_nvme_attach_controller"] = lambda: time.sleep(1.5)
+    tgt.failures["bdev_nvme_attach_controller"] = (0, lambda: time.sleep(1.5))
     with pytest.raises(
         AttachError, match=r"no answer after 0\.5 s.*on record as ours: a\.kv, b \(`forebay spdk detach`"
     ):
@@ -339,6 +335,35 @@ def test_target_that_stops_answering_leaves_everything_on_record(run, tgt, path)
     undone = run(detach)  # waits for the target, which has attached the drive by then
     assert [rpc.method for rpc in undone.sent] == ["vhost_delete_controller", "bdev_nvme_detach_controller"]
     assert (tgt.controllers, tgt.attached) == ({}, {})
+
+
+def test_what_a_slow_target_did_in_the_meantime_is_still_ours(run, tgt, path):
+    tgt.failures["vhost_create_blk_controller"] = (0, Lost(done=False))
+    with pytest.raises(AttachError, match="closed the connection"):
+        run(attach, ["Malloc0"], ["a"])
+    tgt.failures["vhost_create_blk_controller"] = (0, lambda: tgt.serve("a.kv", "Malloc0"))
+    with pytest.raises(SpdkError, match="File exists"):
+        run(attach, ["Malloc0"], ["a"])
+    assert on_record(path, tgt) == ({"a.kv": "Malloc0"}, {})
+
+
+def test_killed_in_the_middle(tgt, path):
+    """What the target does after we are gone is on record already."""
+    code = f"""if True:
+        import pathlib
+        from forebay.storage.spdk import attach, record, target
+        path, socket = pathlib.Path({str(path)!r}), pathlib.Path({str(tgt.socket)!r})
+        with record.opened(path, socket) as ours:
+            attach.attach(target.Target(socket), attach.parse(["Malloc0"], ["a"]), ours)
+    """
+    process = subprocess.Popen([sys.executable, "-c", code])
+    tgt.failures["vhost_create_blk_controller"] = (0, lambda: (process.kill(), process.wait()))
+    assert process.wait() == -signal.SIGKILL
+    while "a.kv" not in tgt.controllers:
+        pass
+    with opened(path, tgt.socket) as record:
+        detach(Target(tgt.socket), record)
+    assert tgt.controllers == {}
 
 
 def test_status(run, tgt, path):

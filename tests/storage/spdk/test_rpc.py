@@ -101,7 +101,7 @@ def test_refusal_names_rpc_parameters_reason_and_fix(tgt):
     ],
 )
 def test_every_refusal_has_a_fix(tgt, method, code, message, fix):
-    tgt.failures[method] = Refused(code, message)
+    tgt.failures[method] = (0, Refused(code, message))
     with pytest.raises(SpdkError) as caught:
         call(tgt.socket, Rpc(method))
     assert message in str(caught.value)
