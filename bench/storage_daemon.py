@@ -75,7 +75,7 @@ class StorageDaemon:
         self.socket.unlink(missing_ok=True)
         self._process = subprocess.Popen(self._command)
         end = time.monotonic() + START_LIMIT
-        while not self._listens():
+        while not listens(self.socket):
             if self._process.poll() is not None or time.monotonic() > end:
                 self.kill()
                 raise StorageDaemonError(f"{DAEMON} does not listen at {self.socket}; its own words are above")
@@ -100,10 +100,11 @@ class StorageDaemon:
         assert self._process is not None, "it runs"
         self._process.send_signal(number)
 
-    def _listens(self) -> bool:
-        """Without connecting: it serves one client."""
-        lines = Path("/proc/net/unix").read_text().splitlines()
-        return any(line.endswith(f" {self.socket}") and line.split()[3] == "00010000" for line in lines)
+
+def listens(socket: Path) -> bool:
+    """Whether a server is there; without connecting, as it may serve one client."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return any(line.endswith(f" {socket}") and line.split()[3] == "00010000" for line in lines)
 
 
 def throttled(rate: float) -> dict[str, Any]:

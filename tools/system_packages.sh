@@ -22,6 +22,9 @@ version=$("$python" -c 'import sys; print(f"{sys.version_info.major}.{sys.versio
 command -v gcc >/dev/null || required+=(gcc libc6-dev)
 command -v fio >/dev/null || wanted+=(fio)
 command -v qemu-storage-daemon >/dev/null || wanted+=(qemu-system-common)
+if grep -q bookworm /etc/os-release 2>/dev/null; then # elsewhere it has another version, which the tests do not know
+    "$python" -c 'import ctypes; ctypes.CDLL("librte_vhost.so.23")' 2>/dev/null || wanted+=(librte-vhost23)
+fi
 
 missing=("${required[@]}" "${wanted[@]}")
 [ ${#missing[@]} -eq 0 ] && exit 0

@@ -21,7 +21,7 @@ from forebay.storage.device.spdk import SpdkDevice, memory_needed
 from forebay.storage.errors import DeviceError, PoolError
 from forebay.storage.host_memory import HUGE_PAGE, HostMemory
 from forebay.storage.testing import DeviceConformance, Memory, run
-from tests.storage.device.vhost import huge_pages, need_daemon
+from tests.storage.device.vhost import huge_pages, need_daemon, need_rte_vhost, rte_target
 
 UUID = bytes(range(16))
 MIB = 1 << 20
@@ -95,6 +95,38 @@ class TestStorageDaemon(DeviceConformance):
 
 class TestShallow(TestStorageDaemon):
     DEPTH = 1
+
+
+class TestRteVhost(DeviceConformance):
+    """DPDK's library, on which SPDK's own server is built, with SPDK's limits; connections share its one socket."""
+
+    @pytest.fixture(autouse=True)
+    def targets(self) -> Iterator[None]:
+        need_rte_vhost()
+        with contextlib.ExitStack() as self.stack:
+            self.running: set[Path] = set()
+            yield
+
+    def open(self, folder: Path) -> Device:
+        folder.mkdir(exist_ok=True)
+        if folder not in self.running:
+            self.stack.enter_context(rte_target(folder / "disk", folder / "socket", SIZE + superblock.SIZE))
+            self.running.add(folder)
+        return opened(config(folder))
+
+
+def test_two_clients_of_one_server(tmp_path: Path) -> None:
+    """As tensor-parallel workers are: what one has written the other reads, and one leaves without the other."""
+    need_rte_vhost()
+    memory = Memory(2 * MIB)
+    memory[:MIB] = data = os.urandom(MIB)
+    with rte_target(tmp_path / "disk", tmp_path / "socket", SIZE + superblock.SIZE):
+        one, two = opened(config(tmp_path)), opened(config(tmp_path))
+        with contextlib.closing(two):
+            with contextlib.closing(one):
+                assert run(one, [Op(1, WRITE, 0, MIB, [memory.piece(0, MIB)], True)])[1].result == MIB
+            assert run(two, [Op(1, READ, 0, MIB, [memory.piece(MIB, MIB)], True)])[1].result == MIB
+    assert memory[MIB : 2 * MIB] == data
 
 
 # ---- memory ----
