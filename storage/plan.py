@@ -54,6 +54,10 @@ class Span(NamedTuple):
     length: int
 
 
+ChunkReads = tuple[bytes, tuple[Span, ...]]
+"""The stripes of one chunk: their packed places and what each is of the chunk."""
+
+
 @dataclass(slots=True)
 class LoadPlan:
     """One chunk to read: stripe i is `spans[i]` of the chunk, at place i. Packed: most of it travels unread."""

@@ -21,6 +21,7 @@ from forebay.storage.opening import Opened, open_pool
 from forebay.storage.placement import make_placement
 from forebay.storage.plan import (
     NOWHERE,
+    ChunkReads,
     DeviceHealth,
     Extent,
     LoadPlan,
@@ -122,19 +123,13 @@ class Pool:
         entry = self._index.get(self._prefix + key)
         return entry is not None and all(place >> 32 in self._volatile for place in unpack(entry.extents))
 
-    def reads(self, keys: Sequence[bytes]) -> list[list[tuple[int, int, int]]]:
-        """What loading each chunk would read on one lane: (place, offset in the chunk, bytes) of every stripe.
-
-        Places as in `plan.unpack`, the device in the upper half. Nothing for a chunk that cannot be read now.
-        """
-        found: list[list[tuple[int, int, int]]] = []
+    def reads(self, keys: Sequence[bytes]) -> list[ChunkReads]:
+        """What loading each chunk would read on one lane. Nothing for a chunk that cannot be read now."""
+        found: list[ChunkReads] = []
         for key in keys:
             entry = self._index.get(self._prefix + key)
             places = self._sources(entry) if entry is not None and entry.ready else None
-            if entry is None or places is None:
-                found.append([])
-            else:
-                found.append([(place, *span) for place, span in zip(unpack(places), entry.spans, strict=True)])
+            found.append((b"", ()) if entry is None or places is None else (places, entry.spans))
         return found
 
     def touch(self, keys: Sequence[bytes]) -> None:

@@ -12,20 +12,25 @@ is loaded where computing everything is faster. Pure: no clock, no I/O.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+
+from forebay.storage.plan import ChunkReads, unpack
 
 OVERHEAD = 0.005
 """Seconds that a load costs apart from its bytes (our choice: a device's latency and one more step of the engine)."""
 
 
-def cumulate(chunks: Iterable[Mapping[int, int]], devices: int) -> list[list[int]]:
-    """Bytes of the first 0, 1, 2, ... chunks on each device, from the bytes of every chunk by device."""
-    totals = [[0] * devices]
-    for chunk in chunks:
-        total = totals[-1].copy()
-        for device, count in chunk.items():
-            total[device] += count
-        totals.append(total)
+def cumulate(chunks: Sequence[ChunkReads], counts: Iterable[int], devices: int) -> dict[int, list[int]]:
+    """Bytes of the first n chunks on each device, for every n in `counts` (at most as many as there are)."""
+    total = [0] * devices
+    totals: dict[int, list[int]] = {}
+    done = 0
+    for count in sorted(set(counts)):
+        for places, spans in chunks[done:count]:
+            for place, span in zip(unpack(places), spans, strict=True):
+                total[place >> 32] += span[1]
+        done = count
+        totals[count] = total.copy()
     return totals
 
 
@@ -44,20 +49,18 @@ def load_seconds(wanted: Sequence[float], queued: Sequence[float], bandwidths: S
     return slowest + OVERHEAD if slowest else 0.0
 
 
-def choose(
-    loads: Sequence[Sequence[float]], computes: Sequence[float], queued: Sequence[float], bandwidths: Sequence[float]
-) -> int:
+def shortest(loading: Sequence[float], computing: Sequence[float]) -> int:
     """The k whose time to first token is shortest; of equal ones the largest, which leaves the processor free.
 
     Args:
-        loads: bytes on each device if the first k chunks are loaded, for k from 0.
-        computes: seconds to compute what is left then.
-        queued: see `load_seconds`.
-        bandwidths: see `load_seconds`.
+        loading: seconds to load the first k chunks, for k from 0.
+        computing: seconds to compute what is left then.
     """
-    best, shortest = 0, math.inf
-    for kept, (wanted, compute) in enumerate(zip(loads, computes, strict=True)):
-        total = load_seconds(wanted, queued, bandwidths) + compute
-        if total < math.inf and total <= shortest:
-            best, shortest = kept, total
-    return best
+    totals = [load + compute for load, compute in zip(loading, computing, strict=True)]
+    least = min(totals)
+    return max(k for k, total in enumerate(totals) if total == least and total < math.inf)
+
+
+def within(loading: Sequence[float], limit: float) -> int:
+    """The largest k that is loaded within `limit` seconds: all there is to go by while computing was not measured."""
+    return max((k for k, load in enumerate(loading) if load <= limit), default=0)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 
-from forebay.storage.plan import LoadPlan, Span, TransferResult, pack, unpack
+from forebay.storage.plan import ChunkReads, LoadPlan, Span, TransferResult, pack, unpack
 from forebay.storage.pool import Pool
 from forebay.storage.prefill import PrefillCost
 from forebay.storage.rates import ReadRates
-from forebay.storage.worth import choose, cumulate, load_seconds
+from forebay.storage.worth import cumulate, load_seconds, shortest, within
 
 UNMEASURED = 1.0
 """Seconds that a load may take while the engine has not computed anything yet (our choice): a restarted engine finds
@@ -22,13 +22,13 @@ LEAST_PATIENCE = 0.1
 """Seconds that a load is left alone in any case (our choice: well above the jitter of a busy machine)."""
 PROBE_BYTES = 128 << 10
 """Longest read that only asks how fast a device is (our choice: a tenth of a second at 1 MB/s)."""
-PROBE_PERIOD = 10.0
-"""Seconds without a word from a device after which it is asked again, if loads were turned down (our choice)."""
+PROBE_PERIOD = 5.0
+"""Seconds without a word from a device after which what is known of it is too old (our choice)."""
 PROBE_WAIT = 1.0
-"""Seconds that a request waits for the first answer of a device at most (our choice; an answer takes one step)."""
+"""Seconds that a request waits for an answer at most (our choice; it takes one step of the engine)."""
 
-Stripe = tuple[int, int, int]
-"""Place, offset in its chunk, bytes."""
+CANDIDATES = 128
+"""Lengths of a hit that are compared at most: of 1,000 chunks every eighth (our choice: a millisecond)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,10 @@ class LoadJudge:
         """Requests that have waited for the pool in vain; they get nothing from it any more."""
         self._probes: list[LoadPlan] = []
         """To be sent with the next step."""
-        self._asked: dict[int, tuple[int, float]] = {}
-        """Number of the probe on its way to a device, and since when."""
+        self._asked: dict[int, float] = {}
+        """When each device was last sent a probe."""
+        self._asking: dict[int, int] = {}
+        """Devices with a probe on its way: its number."""
         self._probe_count = 0
 
     def bandwidths(self) -> list[float]:
@@ -84,30 +86,22 @@ class LoadJudge:
             start: tokens that the engine has.
             hit: tokens beyond them that the pool has.
         """
-        name, total = status.req.request_id, status.req.num_tokens
-        ends, loads, stripes = self._loads(status, keys, start, hit)
-        now = time.monotonic()
-        if self._wait_for_probes(loads[-1], stripes, now):
+        name, known = status.req.request_id, self.cost.known
+        ends, loads, chunks = self._loads(status, keys, start, hit)
+        computes = [self.cost.seconds(end, status.req.num_tokens) for end in ends]
+        loading = [load_seconds(load, self.rates.queued, self.bandwidths()) for load in loads]
+        best = 0 if name in self._given_up else shortest(loading, computes) if known else within(loading, UNMEASURED)
+        waiting = self._ask_silent(loads[-1], chunks, time.monotonic())
+        if any(loads[best][device] for device in waiting):
             return None
-        queued, bandwidths = self.rates.queued, self.bandwidths()
-        computes = [self.cost.seconds(end, total) for end in ends]
-        if name in self._given_up:
-            best = 0
-        elif self.cost.known:
-            best = choose(loads, computes, queued, bandwidths)
-        else:
-            quick = [load_seconds(load, queued, bandwidths) <= UNMEASURED for load in loads]
-            best = max(k for k, fits in enumerate(quick) if fits)
-        saved = computes[0] - computes[best] if self.cost.known else UNMEASURED
+        patience = max(LEAST_PATIENCE, computes[0] - computes[best] if known else UNMEASURED)
         self._verdicts[name] = Verdict(
-            hit,
-            ends[best] - start,
-            load_seconds(loads[-1], queued, bandwidths),
-            computes[0] - computes[-1] if self.cost.known else None,
-            max(LEAST_PATIENCE, saved) if self._give_up else math.inf,
+            hit=hit,
+            kept=ends[best] - start,
+            load_seconds=loading[-1],
+            compute_seconds=computes[0] - computes[-1] if known else None,
+            patience=patience if self._give_up else math.inf,
         )
-        if ends[best] < start + hit:
-            self._ask_again(loads[-1], stripes, now)
         return ends[best] - start
 
     def admit(self, request: str) -> Verdict | None:
@@ -132,7 +126,7 @@ class LoadJudge:
         self.rates.finish(load, arrived, seconds, self._profile(), now)
         if isinstance(load, str) and result.late:
             self._given_up.add(load)
-        self._asked = {device: asked for device, asked in self._asked.items() if asked[0] != load}
+        self._asking = {device: number for device, number in self._asking.items() if number != load}
 
     def take_probes(self) -> list[LoadPlan]:
         """Reads to send with this step: one stripe each, to nowhere. Their keys are their numbers."""
@@ -154,58 +148,51 @@ class LoadJudge:
 
     def _loads(
         self, status: RequestOffloadState, keys: Sequence[Sequence[bytes]], start: int, hit: int
-    ) -> tuple[list[int], list[list[int]], list[Stripe]]:
-        """Where a load may end (tokens), the bytes by device that it then reads, and all stripes of the hit."""
+    ) -> tuple[list[int], list[list[int]], list[ChunkReads]]:
+        """Where a load may end (tokens), the bytes by device that it then reads, and all chunks of the hit."""
         groups = status.config.kv_group_configs
         step = max(group.tokens_per_chunk for group in groups)
+        step *= -(-hit // (step * CANDIDATES))
         ends = [start, *range((start // step + 1) * step, start + hit, step), start + hit]
-        devices = len(self._index)
-        loads = [[0] * devices for _ in ends]
-        stripes: list[Stripe] = []
+        loads = [[0] * len(self._index) for _ in ends]
+        found: list[ChunkReads] = []
         for group, group_keys in zip(groups, keys, strict=True):
             size, window = group.tokens_per_chunk, group.sliding_window_size_in_chunks
-            first, last = start // size, -(-(start + hit) // size)
-            chunks = self._pool.reads(group_keys[first:last])
-            stripes += [stripe for chunk in chunks for stripe in chunk]
-            totals = cumulate(map(_by_device, chunks), devices)
-            for load, end in zip(loads[1:], ends[1:], strict=True):
-                upto = min(-(-end // size) - first, len(chunks))
-                after = 0 if window is None else max(0, upto - window)
-                for device in range(devices):
-                    load[device] += totals[upto][device] - totals[after][device]
-        return ends, loads, stripes
+            first = start // size
+            chunks = self._pool.reads(group_keys[first : -(-(start + hit) // size)])
+            found += chunks
+            upto = [0, *(min(-(-end // size) - first, len(chunks)) for end in ends[1:])]
+            after = [0 if window is None else max(0, count - window) for count in upto]
+            totals = cumulate(chunks, upto + after, len(self._index))
+            for load, last, skipped in zip(loads, upto, after, strict=True):
+                for device, (more, less) in enumerate(zip(totals[last], totals[skipped], strict=True)):
+                    load[device] += more - less
+        return ends, loads, found
 
-    def _wait_for_probes(self, wanted: Sequence[int], stripes: Sequence[Stripe], now: float) -> bool:
-        """Ask the devices of a hit that have never been read; whether an answer is still out."""
-        waiting = False
+    def _ask_silent(self, wanted: Sequence[int], chunks: Sequence[ChunkReads], now: float) -> list[int]:
+        """Ask the devices of a hit that nobody has heard of lately; those whose answer is still waited for.
+
+        Who would load from such a device waits: it may have become slow. Who would not does not wait: it may have
+        become fast, which is good to know next time.
+        """
         for device, count in enumerate(wanted):
-            if count and self.rates.seen(device) is None:
-                self._ask(device, stripes, now)
-                waiting |= now - self._asked[device][1] < PROBE_WAIT
-        return waiting
+            heard = max(self.rates.seen(device) or -math.inf, self._asked.get(device, -math.inf))
+            if count and device not in self._asking and now - heard > PROBE_PERIOD:
+                self._ask(device, chunks, now)
+        return [device for device in self._asking if now - self._asked[device] < PROBE_WAIT]
 
-    def _ask_again(self, wanted: Sequence[int], stripes: Sequence[Stripe], now: float) -> None:
-        """Ask the devices of a hit that was turned down and that have been silent for long: they may have recovered."""
-        for device, count in enumerate(wanted):
-            seen = self.rates.seen(device)
-            if count and seen is not None and now - seen > PROBE_PERIOD:
-                self._ask(device, stripes, now)
-
-    def _ask(self, device: int, stripes: Sequence[Stripe], now: float) -> None:
-        if device in self._asked:
-            return
-        mine = [stripe for stripe in stripes if stripe[0] >> 32 == device]
-        place, _, length = mine[self._probe_count % len(mine)]
+    def _ask(self, device: int, chunks: Sequence[ChunkReads], now: float) -> None:
+        """Have one stripe of the chunks read, another one each time: what was just read is in somebody's cache."""
+        stripes = [
+            (place, span.length)
+            for places, spans in chunks
+            for place, span in zip(unpack(places), spans, strict=True)
+            if place >> 32 == device
+        ]
+        place, length = stripes[self._probe_count % len(stripes)]
         self._probe_count += 1
         length = min(length, PROBE_BYTES)
         self.rates.start(self._probe_count, {device: length})
-        self._asked[device] = (self._probe_count, now)
+        self._asking[device], self._asked[device] = self._probe_count, now
         key = self._probe_count.to_bytes(8, "big")
         self._probes.append(LoadPlan(key, (Span(0, length),), pack([place]), b"", verify=False))
-
-
-def _by_device(stripes: Iterable[Stripe]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for place, _, length in stripes:
-        found[place >> 32] = found.get(place >> 32, 0) + length
-    return found

@@ -30,6 +30,7 @@ def session_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolEng
             {"name": "ssd1", "kind": "file", "path": str(folder / "ssd1.kv"), "size": "32MiB", "buffered": True},
         ],
         "faults": {"deadline": "1s", "errors": 3, "probation": "500ms"},
+        "load": "always",  # also from devices that were just made to fail; what is worth loading has tests of its own
     }
     engine = PoolEngine(pool)
     yield engine

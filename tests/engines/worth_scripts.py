@@ -58,7 +58,6 @@ def _ask(engine: PoolEngine, ids: list[int], *, no_pool: bool = False) -> dict[s
         "ttft": time.perf_counter() - before,
         "cached": output.num_cached_tokens or 0,
         "answer": list(output.outputs[0].token_ids),
-        "failed loads": engine.pool.stats().failed_loads,
     }
 
 
