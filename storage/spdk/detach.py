@@ -94,8 +94,9 @@ class _Removal:
         for name in names:
             controller = self.controllers[name]
             if controller.sessions:
+                count = f"{controller.sessions} initiator{'s' * (controller.sessions > 1)}"
                 raise DetachError(
-                    f"controller {name} has {controller.sessions} initiators connected; stop the engine that uses "
+                    f"controller {name} has {count} connected; stop the engine that uses "
                     f"{controller.socket}, then detach again (nothing was changed)"
                 )
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 
 import pytest
 import yaml
 
+from forebay.storage.config import DeviceConfig
+from forebay.storage.device import host_memory, open_device, prepare_device
+from forebay.storage.device.base import Direction, Op
+from forebay.storage.testing import Memory, run
+from tests.storage.device.vhost import huge_pages
 from tests.storage.spdk.conftest import PCI, standin, tgt  # noqa: F401
 
 pytestmark = pytest.mark.needs("qemu-storage-daemon")
@@ -36,6 +43,26 @@ def test_attach_prints_devices_for_the_pool(spdk, tgt):  # noqa: F811
     again = spdk("attach", PCI, "Malloc0", "--name", "nvme0", "--name", "ram")
     assert again.out == done.out
     assert "controller nvme0.kv serves nvme0n1 already" in again.err
+
+
+def test_what_attach_prints_is_a_device(spdk, tgt):  # noqa: F811
+    """The whole way: attach, open the device as a pool does, see it connected, be refused, give it back."""
+    printed = yaml.safe_load(spdk("attach", PCI, "--name", "nvme0").out)
+    config = DeviceConfig.model_validate(printed["devices"][0] | {"depth": 2})
+    data = os.urandom(256 << 10)
+    with huge_pages(8), contextlib.ExitStack() as stack:
+        prepare_device(config, bytes(16))
+        memory = host_memory([config])
+        stack.callback(memory.close)
+        device = stack.enter_context(contextlib.closing(open_device(config, pool_uuid=bytes(16), memory=memory)))
+        buffer = Memory(len(data), data)
+        done = run(device, [Op(1, Direction.WRITE, 4096, len(data), [buffer.piece(0, len(data))], False)])
+        assert done[1].result == len(data)
+        assert spdk("status", "--json").data["controllers"][0]["controller"]["sessions"] == 1
+        assert "1 initiator connected" in spdk("detach").err
+    assert data in tgt.files["nvme0n1"].read_bytes()
+    assert spdk("detach").code == 0
+    assert tgt.attached == {}
 
 
 def test_dry_run(spdk, tgt):  # noqa: F811

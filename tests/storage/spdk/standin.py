@@ -155,6 +155,19 @@ class Standin:
             raise Refused(-errno.ENODEV, os.strerror(errno.ENODEV))
         return [bdev for key, bdev in self.bdevs.items() if name in (None, key)]
 
+    def bdev_malloc_create(self, name: str, num_blocks: int, block_size: int) -> str:
+        file = self.folder / f"{name}.malloc"
+        with file.open("wb") as made:
+            made.truncate(num_blocks * block_size)
+        self.add_bdev(name, file)
+        return name
+
+    def bdev_malloc_delete(self, name: str) -> bool:
+        if name not in self.bdevs:
+            raise Refused(-errno.ENODEV, os.strerror(errno.ENODEV))
+        del self.bdevs[name]
+        return True
+
     def bdev_get_iostat(self) -> dict[str, Any]:
         keys = ("bytes_read", "num_read_ops", "bytes_written", "num_write_ops")
         keys += ("read_latency_ticks", "write_latency_ticks")

@@ -234,7 +234,7 @@ def test_detach_is_refused_while_an_initiator_is_connected(standin, path, delete
         attach(target, parse(["Malloc0", "Malloc1"], ["a", "b"]), record)
         with (
             initiator(tgt, "b.kv"),
-            pytest.raises(DetachError, match=r"b\.kv has 1 initiators connected; stop the engine"),
+            pytest.raises(DetachError, match=r"b\.kv has 1 initiator connected; stop the engine"),
         ):
             detach(target, record)
         assert list(tgt.controllers) == ["a.kv", "b.kv"]
@@ -284,13 +284,14 @@ def test_drive_that_somebody_else_uses_by_now_stays(run, tgt, path):
 def test_after_the_target_was_restarted(run, tgt, path):
     run(attach, [PCI, "Malloc0"], ["nvme0", "m"])
     tgt.restart()
-    tgt.serve("m.kv", "Malloc1")  # somebody else's, under our name
+    tgt.serve("m.kv", "Malloc1")  # somebody else's, under our names
+    tgt.bdev_nvme_attach_controller("nvme0", "PCIe", TWO_NAMESPACES)
     assert status(Target(tgt.socket), load(path, tgt.socket)).missing == ["nvme0.kv", "m.kv", "nvme0"]
     undone = run(detach)
     assert undone.sent == []
     assert [note.partition(" is ")[0] for note in undone.notes[::2]] == ["controller nvme0.kv", f"drive nvme0 ({PCI})"]
     assert "m.kv serves Malloc1 now: somebody else made it, it stays" in undone.notes[1]
-    assert list(tgt.controllers) == ["m.kv"]
+    assert (list(tgt.controllers), list(tgt.attached)) == (["m.kv"], ["nvme0"])
     assert not path.exists()
 
 
