@@ -1,18 +1,20 @@
 """A tier that is slower than computing must not make anything slower: `never_worse_ttft`.
 
-`vllm serve` with a real model and a pool on one loop device. A prompt is stored and read back, so that the server knows
-the device as a fast one; after some seconds of silence the kernel throttles it to 1 MB/s. Each round then asks the same
-question with the engine's own cache empty: as it is, and with the request option that rules the pool out. Either is
-asked several times in turn, and the fastest counts, since the noise of a machine only ever adds. The ratio is the worst
-round's. What the very first request took, from which the server finds out, is among the details.
+`vllm serve` with a real model and a pool on one loop device. Prompts of two lengths are stored and read back, so that
+the server knows the device as a fast one; after some seconds of silence the kernel throttles it to 1 MB/s. Then the
+same questions are asked in turn with the engine's own cache empty: as they are, and with the option that rules the
+pool out. The ratio is that of the medians, of the prompt for which it is worse. What the very first request took, from
+which the server finds out, is among the details.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from forebay.bench.demo import NO_POOL
 from forebay.bench.kv.session import BenchError
@@ -26,9 +28,9 @@ from forebay.bench.texts import long_documents
 RATE = 1e6
 """Bytes per second of the throttled device."""
 DEVICE_BYTES = 192 << 20
-TOKENS, QUICK_TOKENS = 1100, 290
-"""Where the document is cut. In float32 a block of 128 takes 6 s to load at that rate."""
-TURNS = 6
+LENGTHS, QUICK_LENGTHS = (560, 1100), (180, 330)
+"""Where documents are cut. In float32 a block of 128 takes 6 s to load at that rate."""
+TURNS = 3
 """Questions of each kind in one round."""
 SILENCE = 6.0
 """Seconds after which what the server knows of a device is too old to be relied on, and a little more."""
@@ -43,16 +45,22 @@ def measure(context: Context) -> Measurement:
         BenchError: the answers differ, or the device was not used while it was fast.
     """
     model = demo_model()
-    tokens = QUICK_TOKENS if context.quick else TOKENS
     with throttled_devices(context.work, [DEVICE_BYTES]) as rig:
         pool = _pool(context.work, rig.devices[0])
         server = VllmServer(model, pool, context.work / "server.log", arguments=["--max-model-len", "4096"])
         context.say("serving a real model (half a minute to start)")
         server.launch()
         try:
-            document = long_documents(model, 1, min_tokens=tokens // 2, max_tokens=tokens)[0]
+            prompts = [
+                long_documents(model, 1, min_tokens=length * 3 // 4, max_tokens=length)[0].prompt
+                for length in (QUICK_LENGTHS if context.quick else LENGTHS)
+            ]
             server.start()
-            return _measure(server, document.prompt, context, lambda rate: rig.set_rates([rate]))
+            fast = [_meet(server, prompt) for prompt in prompts]
+            rig.set_rates([RATE])
+            time.sleep(SILENCE)
+            context.say(f"asking with a device of {RATE / 1e6:g} MB/s")
+            return _compare(server, prompts, fast, TURNS * context.rounds)
         finally:
             server.kill()  # nothing of it is needed any more
             rig.set_rates([0])
@@ -65,37 +73,37 @@ def _pool(work: Path, device: Path) -> Path:
     return path
 
 
-def _measure(server: VllmServer, prompt: str, context: Context, limit: Callable[[float], None]) -> Measurement:
-    def ask(extra: dict[str, object] | None = None) -> Answer:
-        server.drop_engine_cache()
-        return server.ask(prompt, max_tokens=4, extra=extra)
-
-    cold = ask()
+def _meet(server: VllmServer, prompt: str) -> Answer:
+    """Store a prompt and read it back."""
+    cold = server.ask(prompt, max_tokens=4)
     server.wait_for_stores()
-    fast = ask()
+    fast = _ask(server, prompt)
     if not fast.cached_tokens:
         raise BenchError("nothing was loaded from a fast device: there is nothing to compare")
-    limit(RATE)
-    time.sleep(SILENCE)
-    context.say(f"asking with a device of {RATE / 1e6:g} MB/s")
-    arms: dict[str, Callable[[], Answer]] = {"pool": ask, "without": lambda: ask(NO_POOL)}
-    answers = interleave(arms, TURNS * context.rounds)
-    if len({answer.text for answer in [cold, fast, *answers["pool"], *answers["without"]]}) > 1:
+    if fast.text != cold.text:
         raise BenchError("greedy answers differ between loaded and computed: the loaded KV is wrong")
-    series = {name: Series.of(_fastest(found), "s") for name, found in answers.items()}
-    ratios = [mine / other for mine, other in zip(series["pool"].values, series["without"].values, strict=True)]
+    return fast
+
+
+def _ask(server: VllmServer, prompt: str, extra: Mapping[str, Any] | None = None) -> Answer:
+    server.drop_engine_cache()
+    return server.ask(prompt, max_tokens=4, extra=extra)
+
+
+def _compare(server: VllmServer, prompts: Sequence[str], fast: Sequence[Answer], turns: int) -> Measurement:
+    arms: dict[str, Callable[[], Answer]] = {}
+    for number, prompt in enumerate(prompts):
+        arms[f"pool {number}"] = partial(_ask, server, prompt)
+        arms[f"without {number}"] = partial(_ask, server, prompt, NO_POOL)
+    answers = interleave(arms, turns)
+    series = {name: Series.of([answer.ttft for answer in found], "s") for name, found in answers.items()}
+    ratios = [series[f"pool {n}"].median / series[f"without {n}"].median for n in range(len(prompts))]
     details = {
         "ttft": medians(series),
-        "rounds": ratios,
-        "finding_out": answers["pool"][0].ttft,
-        "all_seconds": {name: [answer.ttft for answer in found] for name, found in answers.items()},
-        "prompt_tokens": cold.prompt_tokens,
+        "ratio_of_each_prompt": ratios,
+        "finding_out": answers["pool 0"][0].ttft,
+        "prompt_tokens": [answer.prompt_tokens for answer in fast],
         "loaded_tokens": {name: [answer.cached_tokens for answer in found] for name, found in answers.items()},
-        "fast_device": {"ttft": fast.ttft, "loaded_tokens": fast.cached_tokens},
+        "fast_device": [{"ttft": answer.ttft, "loaded_tokens": answer.cached_tokens} for answer in fast],
     }
     return Measurement({"never_worse_ttft": max(ratios)}, details)
-
-
-def _fastest(answers: Sequence[Answer]) -> list[float]:
-    """The best time of each round (seconds)."""
-    return [min(answer.ttft for answer in answers[at : at + TURNS]) for at in range(0, len(answers), TURNS)]

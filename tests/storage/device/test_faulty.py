@@ -163,3 +163,15 @@ def test_closing_while_hung(rig: Rig) -> None:
     rig.device.close()
     assert time.monotonic() - begin < 2
     assert {completion.result for completion in rig.device.poll()} == {-errno.ECANCELED}
+
+
+def test_throttled(rig: Rig) -> None:
+    """One operation after the other, and their times say so."""
+    rig.device.throttle(80 * SIZE)
+    begin = time.monotonic()
+    done = run(rig.device, rig.ops())
+    assert 0.19 <= time.monotonic() - begin < 2
+    assert rig.memory[:] == rig.data
+    seconds = sorted(completion.seconds for completion in done.values())
+    assert seconds[0] >= 0.01
+    assert seconds[-1] >= 0.19
