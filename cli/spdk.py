@@ -15,11 +15,12 @@ from rich.markup import escape
 
 from forebay.cli.output import OK, PROBLEM, Json, messages, print_json, print_table
 from forebay.storage.spdk import record
-from forebay.storage.spdk.attach import Attached, attach, parse
+from forebay.storage.spdk.attach import Attached, attach
 from forebay.storage.spdk.detach import detach
 from forebay.storage.spdk.rpc import DEFAULT_SOCKET, SECONDS, Rpc
 from forebay.storage.spdk.status import BdevStatus, Status, status
 from forebay.storage.spdk.target import Target, Traffic
+from forebay.storage.spdk.wanted import parse
 from forebay.storage.units import format_bytes
 
 app = typer.Typer(no_args_is_help=True, help="Make drives of an SPDK target devices of a pool.")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forebay.storage.errors import ConfigError, ForebayError
+from forebay.storage.errors import ForebayError
 from forebay.storage.spdk.record import Record
 from forebay.storage.spdk.rpc import Rpc, SpdkError
 from forebay.storage.spdk.target import (
@@ -20,26 +19,14 @@ from forebay.storage.spdk.target import (
     serve_rpc,
     unserve_rpc,
 )
+from forebay.storage.spdk.wanted import Wanted, device_name
 
 SUFFIX = ".kv"
 """A device's controller is called like the device and this."""
-_PCI = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])$", re.IGNORECASE)
-_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 
 
 class AttachError(ForebayError):
     """A drive or bdev cannot be served as asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A drive or a bdev that is to become a device."""
-
-    name: str
-    """Of the device."""
-    pci: str = ""
-    """Of the drive, lower case with its domain; empty for a bdev."""
-    bdev: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +54,6 @@ class Done:
     """What was left as it is."""
 
 
-def parse(sources: Sequence[str], names: Sequence[str] = ()) -> list[Wanted]:
-    """PCI addresses and names of bdevs, with the devices' names in the same order or derived from them.
-
-    Raises:
-        ConfigError: a name that no device can have, or not one name for each.
-    """
-    if names and len(names) != len(sources):
-        raise ConfigError(f"{len(names)} --name for {len(sources)} drives and bdevs; give one for each, or none")
-    wanted = [_wanted(source, name) for source, name in zip(sources, names or [""] * len(sources), strict=True)]
-    for one in wanted:
-        if not _NAME.match(one.name):
-            raise ConfigError(f"--name {one.name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
-    for key in ("name", "pci", "bdev"):
-        values = [getattr(one, key) for one in wanted if getattr(one, key)]
-        twice = sorted({value for value in values if values.count(value) > 1})
-        if twice:
-            raise ConfigError(f"{twice[0]!r} is given twice; give every drive, bdev and --name once")
-    return wanted
-
-
-def _wanted(source: str, name: str) -> Wanted:
-    match = _PCI.match(source)
-    if match is None:
-        return Wanted(name or re.sub(r"[^A-Za-z0-9._-]", "-", source), bdev=source)
-    domain, bus, slot, function = (part or "0000" for part in match.groups())
-    pci = f"{domain}:{bus}:{slot}.{function}".lower()
-    return Wanted(name or f"nvme-{domain}-{bus}-{slot}.{function}".lower(), pci=pci)
-
-
 def attach(target: Target, wanted: Sequence[Wanted], record: Record, *, dry_run: bool = False) -> Done:
     """Serve every drive and bdev in `wanted` at a socket of its own. What is there as wanted is left.
 
@@ -107,8 +65,7 @@ def attach(target: Target, wanted: Sequence[Wanted], record: Record, *, dry_run:
     """
     attempt = _Attempt(target, record, dry_run)
     attempt.look()
-    for one in wanted:
-        attempt.check(one)
+    attempt.check_all(wanted)
     try:
         for one in wanted:
             attempt.attach(one)
@@ -146,8 +103,18 @@ class _Attempt:
         self.controllers = {controller.name: controller for controller in self.target.controllers()}
         self.drives = self.target.drives()
 
-    def check(self, one: Wanted) -> None:
+    def check_all(self, wanted: Sequence[Wanted]) -> None:
         """Refuse what cannot be served, before anything is changed."""
+        seen: set[str] = set()
+        for one in wanted:
+            self.check(one)
+            bdevs = {bdev.name for bdev in self._existing(one)}
+            if bdevs & seen:
+                raise AttachError(f"{', '.join(bdevs & seen)} is asked for twice, under two names; give it once")
+            seen |= bdevs
+
+    def check(self, one: Wanted) -> None:
+        """Refuse a drive or bdev that cannot be served as the target is now."""
         if one.bdev and self._find(one.bdev) is None:
             raise AttachError(
                 f"bdev {one.bdev!r} is not in the target at {self.target.address}; "
@@ -207,6 +174,7 @@ class _Attempt:
             self.done.notes.append(f"controller {controller.name} serves {bdev.name} already")
             self.done.devices.append(Attached(name, controller.socket, bdev.name, bdev.size, made=False))
             return
+        self._check_bdev(bdev, name)
         path = Path(f"{name}{SUFFIX}")
         if self.dry_run:
             self.done.sent.append(serve_rpc(path.name, bdev.name))
@@ -263,7 +231,7 @@ class _Attempt:
 
     def _device(self, one: Wanted, bdev: str) -> str:
         """A drive of one namespace gives its name to the device; of several, each bdev gives its own."""
-        return one.name if len(self._existing(one)) == 1 else bdev
+        return one.name if len(self._existing(one)) == 1 else device_name(bdev)
 
 
 def _restore(made: dict[str, str], name: str, before: str | None) -> None:

@@ -14,12 +14,13 @@ import time
 import pytest
 
 from forebay.storage.errors import ConfigError
-from forebay.storage.spdk.attach import AttachError, attach, parse
+from forebay.storage.spdk.attach import AttachError, attach
 from forebay.storage.spdk.detach import DetachError, detach
 from forebay.storage.spdk.record import RecordError, load, opened
 from forebay.storage.spdk.rpc import SpdkError
 from forebay.storage.spdk.status import status
 from forebay.storage.spdk.target import Target
+from forebay.storage.spdk.wanted import parse
 from tests.storage.spdk.conftest import PCI, TWO_NAMESPACES
 from tests.storage.spdk.standin import Lost, Refused, Standin
 
@@ -167,6 +168,15 @@ def test_refused_before_anything_is_changed(run, tgt, path, prepare, arguments, 
         run(attach, [*sources, "Malloc1"], *names)
     assert tgt.changes() == []
     assert not path.exists()
+
+
+@pytest.mark.parametrize("sources", [["Malloc0", "alias/Malloc0"], [PCI, "Nvme7n1"], ["Nvme7n1", PCI]])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_one_bdev_under_two_names(run, tgt, sources, dry_run):
+    tgt.bdev_nvme_attach_controller("Nvme7", "PCIe", PCI)
+    with pytest.raises(AttachError, match="is asked for twice, under two names; give it once"):
+        run(attach, sources, ["a", "b"], dry_run=dry_run)
+    assert tgt.changes() == []
 
 
 @pytest.mark.parametrize(
@@ -352,10 +362,10 @@ def test_killed_in_the_middle(tgt, path):
     """What the target does after we are gone is on record already."""
     code = f"""if True:
         import pathlib
-        from forebay.storage.spdk import attach, record, target
+        from forebay.storage.spdk import attach, record, target, wanted
         path, socket = pathlib.Path({str(path)!r}), pathlib.Path({str(tgt.socket)!r})
         with record.opened(path, socket) as ours:
-            attach.attach(target.Target(socket), attach.parse(["Malloc0"], ["a"]), ours)
+            attach.attach(target.Target(socket), wanted.parse(["Malloc0"], ["a"]), ours)
     """
     process = subprocess.Popen([sys.executable, "-c", code])
     tgt.failures["vhost_create_blk_controller"] = (0, lambda: (process.kill(), process.wait()))

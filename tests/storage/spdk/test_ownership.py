@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from forebay.storage.errors import ForebayError
-from forebay.storage.spdk.attach import attach, parse
+from forebay.storage.spdk.attach import attach
 from forebay.storage.spdk.detach import detach
 from forebay.storage.spdk.record import opened
 from forebay.storage.spdk.target import Target
+from forebay.storage.spdk.wanted import parse
 from tests.storage.spdk.standin import Lost, Refused, Standin
 
 DRIVES = {"0000:01:00.0": 1, "0000:02:00.0": 2, "0000:03:00.0": 0}
@@ -118,7 +119,9 @@ class Ownership(RuleBasedStateMachine):
         self.tgt.failures = {}
 
     @rule(
-        sources=st.lists(st.sampled_from([*DRIVES, *BDEVS, "absent"]), min_size=1, max_size=3, unique=True),
+        sources=st.lists(
+            st.sampled_from([*DRIVES, *BDEVS, "alias/m0", "d0n1", "absent"]), min_size=1, max_size=3, unique=True
+        ),
         named=st.booleans(),
         failure=failures,
     )

@@ -20,12 +20,13 @@ import pytest
 from forebay.storage.config import DeviceConfig
 from forebay.storage.device import superblock
 from forebay.storage.device.base import Device, Direction, Op
-from forebay.storage.spdk.attach import Attached, attach, parse
+from forebay.storage.spdk.attach import Attached, attach
 from forebay.storage.spdk.detach import DetachError, detach
 from forebay.storage.spdk.record import opened
 from forebay.storage.spdk.rpc import Rpc
 from forebay.storage.spdk.status import status
 from forebay.storage.spdk.target import Target
+from forebay.storage.spdk.wanted import parse
 from forebay.storage.testing import DeviceConformance, Memory, run
 from tests.storage.device.test_spdk import opened as opened_device
 from tests.storage.device.vhost import huge_pages
