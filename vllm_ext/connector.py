@@ -136,21 +136,21 @@ class ForebayConnectorScheduler(OffloadingConnectorScheduler):
 
         vLLM looks up again with a bound, since the end of a shorter hit has to be valid for every group of layers.
         """
-        found = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        found, again = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens), False
         while self._judge is not None and (hit := found[0]):
             status = self._req_status[request.request_id]
             keys = [
                 [self.pool_manager.pool_key(key, status.req_context) for key in group.offload_keys]
                 for group in status.group_states
             ]
-            kept = self._judge.judge(status, keys, num_computed_tokens, hit)
+            kept = self._judge.judge(status, keys, num_computed_tokens, hit, again=again)
             if kept is None:
                 return None, False
             if kept == hit:
                 break
             # With windows vLLM takes one token off the bound.
             bound = kept + (kept > 0 and bool(self._sliding_window_groups))
-            found = super().get_num_new_matched_tokens(request, num_computed_tokens, bound)
+            found, again = super().get_num_new_matched_tokens(request, num_computed_tokens, bound), True
         return found
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -176,7 +176,8 @@ class ForebayConnectorScheduler(OffloadingConnectorScheduler):
             self.pool_manager.forget(self._req_status)
         if self._judge is None:
             return metadata
-        self._judge.forget(scheduler_output.finished_req_ids)
+        if scheduler_output.finished_req_ids:
+            self._judge.forget(self._req_status)
         requests = {name: status.req for name, status in self._req_status.items()}
         step = self._timer.scheduled(scheduler_output, requests, time.monotonic())
         return ForebayConnectorMetadata(**vars(metadata), probes=self._judge.take_probes(), step=step)

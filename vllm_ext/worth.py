@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 
@@ -77,7 +77,9 @@ class LoadJudge:
         """Bytes per second that each device delivers to one lane now."""
         return self.rates.bandwidths(self._profile())
 
-    def judge(self, status: RequestOffloadState, keys: Sequence[Sequence[bytes]], start: int, hit: int) -> int | None:
+    def judge(
+        self, status: RequestOffloadState, keys: Sequence[Sequence[bytes]], start: int, hit: int, *, again: bool = False
+    ) -> int | None:
         """Tokens of the hit to load; None while a device has to say first how fast it is.
 
         Args:
@@ -85,24 +87,24 @@ class LoadJudge:
             keys: by group, the pool's keys of all its chunks.
             start: tokens that the engine has.
             hit: tokens beyond them that the pool has.
+            again: whether this is what is left of a hit that was trimmed a moment ago.
         """
         name, known = status.req.request_id, self.cost.known
         ends, loads, chunks = self._loads(status, keys, start, hit)
         computes = [self.cost.seconds(end, status.req.num_tokens) for end in ends]
-        loading = [load_seconds(load, self.rates.queued, self.bandwidths()) for load in loads]
+        queued, bandwidths = self.rates.queued, self.bandwidths()
+        loading = [load_seconds(load, queued, bandwidths) for load in loads]
         best = 0 if name in self._given_up else shortest(loading, computes) if known else within(loading, UNMEASURED)
         waiting = self._ask_silent(loads[-1], chunks, time.monotonic())
         if any(loads[best][device] for device in waiting):
             return None
+        whole = self._verdicts.get(name) if again else None
+        if whole is None:
+            whole = Verdict(hit, 0, loading[-1], computes[0] - computes[-1] if known else None, math.inf)
+        kept = ends[best] - start
         patience = max(LEAST_PATIENCE, computes[0] - computes[best] if known else UNMEASURED)
-        self._verdicts[name] = Verdict(
-            hit=hit,
-            kept=ends[best] - start,
-            load_seconds=loading[-1],
-            compute_seconds=computes[0] - computes[-1] if known else None,
-            patience=patience if self._give_up else math.inf,
-        )
-        return ends[best] - start
+        self._verdicts[name] = replace(whole, kept=kept, patience=patience if self._give_up else math.inf)
+        return kept
 
     def admit(self, request: str) -> Verdict | None:
         """The last verdict about a request that now has its blocks; None when there was no hit."""
@@ -133,11 +135,10 @@ class LoadJudge:
         probes, self._probes = self._probes, []
         return probes
 
-    def forget(self, requests: Iterable[str]) -> None:
-        """Forget requests that have ended."""
-        for name in requests:
-            self._verdicts.pop(name, None)
-            self._given_up.discard(name)
+    def forget(self, live: Container[str]) -> None:
+        """Forget all requests but these."""
+        self._verdicts = {name: verdict for name, verdict in self._verdicts.items() if name in live}
+        self._given_up = {name for name in self._given_up if name in live}
 
     def reset(self) -> None:
         """All loads on their way are void."""

@@ -78,7 +78,12 @@ def test_the_end_is_trimmed_where_only_it_is_slow(make: Make) -> None:
     ]
     first = next(k for k, found in enumerate(devices) if found == {1})
     sides.faults[1].throttle(1e5)
-    assert sides.ask(request("a", hashes(12))) == first * TOKENS
+    question = request("a", hashes(12))
+    assert sides.ask(question) == first * TOKENS
+    assert sides.load(question, first * TOKENS) == set()
+    assert sides.metrics["forebay:kv_hits_judged"] == {("trimmed",): 1}
+    assert sides.metrics["forebay:kv_hit_tokens_loaded"] == {(): first * TOKENS}
+    assert sides.metrics["forebay:kv_hit_tokens_computed"] == {(): (12 - first) * TOKENS}
 
 
 def test_a_device_that_grows_slow_under_a_load_costs_no_more_than_computing(make: Make) -> None:
@@ -112,7 +117,7 @@ def test_who_was_let_down_does_not_ask_again(make: Make) -> None:
     sides.judge.rates = ReadRates(2)
     assert sides.ask(question) == 0
     assert sides.ask(request("b", hashes(4))) == 4 * TOKENS
-    sides.judge.forget(["a"])
+    sides.judge.forget(["b"])
     assert sides.judge._given_up == set()
 
 
