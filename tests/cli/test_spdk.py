@@ -9,10 +9,12 @@ import socket
 import pytest
 import yaml
 
+from forebay.cli.app import main
 from forebay.storage.config import DeviceConfig
 from forebay.storage.device import host_memory, open_device, prepare_device
 from forebay.storage.device.base import Direction, Op
 from forebay.storage.testing import Memory, run
+from tests.cli.conftest import Outcome
 from tests.storage.device.vhost import huge_pages
 from tests.storage.spdk.conftest import PCI, standin, tgt  # noqa: F401
 
@@ -20,13 +22,18 @@ pytestmark = pytest.mark.needs("qemu-storage-daemon")
 
 
 @pytest.fixture
-def spdk(forebay, tgt, tmp_path):  # noqa: F811
-    """`spdk("attach", ...)` at the stand-in."""
+def spdk(tgt, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """`spdk("attach", ...)` at the stand-in, in this process: a second apiece would add up."""
+    monkeypatch.setenv("COLUMNS", "200")
 
     def run(command, *arguments):
-        return forebay(
-            "spdk", command, "--socket", str(tgt.socket), "--state", str(tmp_path / "state.json"), *arguments
+        state = str(tmp_path / "state.json")
+        monkeypatch.setattr(
+            "sys.argv", ["forebay", "spdk", command, "--socket", str(tgt.socket), "--state", state, *arguments]
         )
+        with pytest.raises(SystemExit) as done:
+            main()
+        return Outcome(int(done.value.code or 0), *capsys.readouterr())
 
     return run
 
