@@ -131,7 +131,7 @@ class _Attempt:
         """A drive that is still to be taken needs a name that nothing has."""
         controller = self.controllers.get(one.name + SUFFIX)
         if controller is not None:
-            raise AttachError(f"controller {controller.name} serves {controller.bdev} already; give another --name")
+            raise AttachError(f"controller {controller.name} is there already; give another --name")
         if one.name in self.drives:
             raise AttachError(f"the target calls another drive than {one.pci} {one.name}; give another --name")
 
@@ -145,7 +145,9 @@ class _Attempt:
                 )
         ours = self.controllers.get(wanted)
         if ours and ours.bdev != bdev.name:
-            raise AttachError(f"controller {wanted} serves {ours.bdev}, not {bdev.name}; give another --name")
+            raise AttachError(
+                f"controller {wanted} serves {ours.bdev or 'no bdev'}, not {bdev.name}; give another --name"
+            )
         if ours and ours.readonly:
             raise AttachError(f"controller {wanted} is read-only; remove it first, or give another --name")
         if bdev.claimed and not ours:

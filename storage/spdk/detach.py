@@ -49,7 +49,7 @@ def _chosen(record: Record, names: Collection[str]) -> list[str]:
                 f"{name!r} was not made by `forebay spdk attach`, which made {ours}; "
                 f"what others made they remove: `spdk-rpc vhost_delete_controller`"
             )
-    return [name + SUFFIX for name in names]
+    return [name + SUFFIX for name in dict.fromkeys(names)]
 
 
 class _Removal:
@@ -85,8 +85,10 @@ class _Removal:
         if there is None:
             self.undone.notes.append(f"controller {name} is gone already")
             return False
-        if there.bdev not in (None, self.record.controllers[name]):
-            self.undone.notes.append(f"controller {name} serves {there.bdev} now: somebody else made it, it stays")
+        if not self.record.made(name, there.bdev):
+            self.undone.notes.append(
+                f"controller {name} serves {there.bdev or 'no bdev'} now: somebody else made it, it stays"
+            )
             return False
         return True
 

@@ -39,6 +39,10 @@ class Record:
     drives: dict[str, str] = field(default_factory=dict)
     """NVMe controller -> PCI address."""
 
+    def made(self, controller: str, bdev: str | None) -> bool:
+        """Whether the target's controller is the one that we made; `bdev` is None when its bdev has vanished."""
+        return controller in self.controllers and bdev in (None, self.controllers[controller])
+
     def save(self) -> None:
         """Durably, whole or not at all. An empty record is deleted."""
         try:

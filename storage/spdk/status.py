@@ -46,14 +46,14 @@ def status(target: Target, record: Record) -> Status:
     bdevs = target.bdevs()
     controllers = target.controllers()
     traffic = target.traffic()
-    served = {(one.name, one.bdev) for one in controllers}
+    there = {one.name for one in controllers if record.made(one.name, one.bdev)}
     drives = target.drives().items()
     ours = {pci for name, pci in drives if record.drives.get(name) == pci}
-    missing = [name for name, bdev in record.controllers.items() if (name, bdev) not in served]
+    missing = [name for name in record.controllers if name not in there]
     missing += [name for name, pci in record.drives.items() if (name, pci) not in drives]
     return Status(
         version=target.version(),
         bdevs=[BdevStatus(one, one.pci in ours, traffic.get(one.name)) for one in bdevs],
-        controllers=[ControllerStatus(one, record.controllers.get(one.name, "") == one.bdev) for one in controllers],
+        controllers=[ControllerStatus(one, record.made(one.name, one.bdev)) for one in controllers],
         missing=missing,
     )

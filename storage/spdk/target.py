@@ -38,7 +38,7 @@ class Controller:
     name: str
     socket: Path
     bdev: str | None
-    """None when the bdev is gone, or when it is no block controller."""
+    """None when the bdev has vanished, empty when this is no block controller."""
     readonly: bool
     sessions: int | None
     """Initiators that are connected; None when the target is of an older release that does not say."""
@@ -156,7 +156,8 @@ def _address(one: dict[str, Any]) -> str:
 
 
 def _controller(one: dict[str, Any]) -> Controller:
-    block = (one.get("backend_specific") or {}).get("block") or {}
+    backend = one.get("backend_specific") or {}
+    block = backend.get("block", {"bdev": ""})
     return Controller(
         name=str(one["ctrlr"]),
         socket=Path(one["socket"]),

@@ -151,7 +151,7 @@ def test_foreign_drive_stays_with_the_target(run, tgt, path):
         (lambda tgt: None, (["Nvme9n1"],), "'Nvme9n1' is not in the target .* lists those there are"),
         (lambda tgt: tgt.serve("x", "Malloc0"), (["Malloc0"],), "served by controller x already"),
         (lambda tgt: tgt.serve("a.kv", "Malloc1"), (["Malloc0"], ["a"]), "a.kv serves Malloc1, not Malloc0"),
-        (lambda tgt: tgt.serve("a.kv", "Malloc1"), ([PCI], ["a"]), "a.kv serves Malloc1 already"),
+        (lambda tgt: tgt.serve("a.kv", "Malloc1"), ([PCI], ["a"]), "a.kv is there already"),
         (lambda tgt: tgt.bdevs["Malloc0"].update(claimed=True), (["Malloc0"],), "claimed by another module"),
         (
             lambda tgt: tgt.bdev_nvme_attach_controller("n", "PCIe", TWO_NAMESPACES),
@@ -228,6 +228,28 @@ def test_detach_of_one(run, tgt, path):
     run(detach, ["m"])
     assert on_record(path, tgt) == ({"nvme0.kv": "nvme0n1"}, {"nvme0": PCI})
     assert (list(tgt.controllers), list(tgt.attached)) == (["nvme0.kv"], ["nvme0"])
+
+
+def test_detach_of_one_named_twice(run, tgt):
+    run(attach, ["Malloc0"], ["m"])
+    assert len(run(detach, ["m", "m"]).sent) == 1
+    assert tgt.controllers == {}
+
+
+def test_controller_whose_bdev_has_vanished_is_still_ours(run, tgt, path):
+    run(attach, ["Malloc0"], ["m"])
+    del tgt.bdevs["Malloc0"]
+    assert [one.ours for one in status(Target(tgt.socket), load(path, tgt.socket)).controllers] == [True]
+    run(detach)
+    assert tgt.controllers == {}
+
+
+def test_controller_for_scsi_under_our_name_is_not_ours(run, tgt, path, monkeypatch):
+    run(attach, ["Malloc0"], ["m"])
+    scsi = [{"ctrlr": "m.kv", "socket": "/s", "sessions": [], "backend_specific": {"scsi": []}}]
+    monkeypatch.setattr(Standin, "vhost_get_controllers", lambda self: scsi)
+    assert [one.ours for one in status(Target(tgt.socket), load(path, tgt.socket)).controllers] == [False]
+    assert run(detach).notes == ["controller m.kv serves no bdev now: somebody else made it, it stays"]
 
 
 def test_detach_of_what_is_not_ours(run, tgt):
