@@ -20,11 +20,6 @@ class StorageDaemonError(ForebayError):
     """It is missing or does not start."""
 
 
-def installed() -> bool:
-    """Whether there is one."""
-    return shutil.which(DAEMON) is not None
-
-
 class StorageDaemon:
     """Serves a file at a socket to one client, as a context manager.
 
@@ -70,7 +65,7 @@ class StorageDaemon:
 
     def start(self) -> None:
         """And wait until it listens."""
-        if not installed():
+        if shutil.which(DAEMON) is None:
             raise StorageDaemonError(f"{DAEMON} is not installed; on Debian: apt-get install qemu-system-common")
         self.socket.unlink(missing_ok=True)
         self._process = subprocess.Popen(self._command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,14 +11,16 @@ import typer
 from rich.markup import escape
 
 from forebay.cli.output import OK, PROBLEM, Json, print_json, print_table
-from forebay.storage.config import load_config
+from forebay.storage.config import DeviceConfig, load_config
 from forebay.storage.doctor import Check, examine
 
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
 
 Places = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[PLACE]...", help="Folders, files or block devices for the pool, or its POOL.yaml."),
+    typer.Argument(
+        metavar="[PLACE]...", help="Folders, files, block devices or sockets for the pool, or its POOL.yaml."
+    ),
 ]
 
 
@@ -26,7 +29,11 @@ def doctor(places: Places = None, as_json: Json = False) -> None:
 
     O_DIRECT is tried on every PLACE (the current folder by default). Exits with 1 when something does not work.
     """
-    checks = examine([place for given in places or [Path()] for place in _devices(given)])
+    given = [place for one in places or [Path()] for place in _places(one)]
+    checks = examine(
+        [place for place in given if isinstance(place, Path)],
+        [place for place in given if isinstance(place, DeviceConfig)],
+    )
     bad = any(check.status == "problem" for check in checks)
     if as_json:
         print_json({"ok": not bad, "checks": [asdict(check) for check in checks]})
@@ -35,11 +42,14 @@ def doctor(places: Places = None, as_json: Json = False) -> None:
     raise typer.Exit(PROBLEM if bad else OK)
 
 
-def _devices(place: Path) -> list[Path]:
-    """The files and block devices of a pool's configuration; any other place as it is."""
+def _places(place: Path) -> Sequence[Path | DeviceConfig]:
+    """What is meant: the devices of a pool's configuration, a server's socket, or a place of files."""
+    if place.is_socket():
+        return [DeviceConfig(name="drive", kind="spdk", path=place.absolute())]
     if place.suffix not in (".yaml", ".yml", ".json"):
         return [place]
-    return [device.path for device in load_config(place).devices if device.path is not None]
+    devices = load_config(place).devices
+    return [device if device.kind == "spdk" else device.path for device in devices if device.path is not None]
 
 
 def _row(check: Check) -> list[str]:

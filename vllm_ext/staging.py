@@ -212,9 +212,10 @@ class StagedWorker(ForebayWorker):
         memory = self.engine.memory
         if memory is not None and memory.left >= length:
             raw = (ctypes.c_int8 * length).from_address(memory.take(length))
-            return torch.frombuffer(raw, dtype=torch.int8)
-        padded = torch.empty(length + 4096, dtype=torch.int8, pin_memory=self._device.type != "cpu")
-        buffer = padded[-padded.data_ptr() % 4096 :][:length]
+            buffer = torch.frombuffer(raw, dtype=torch.int8)
+        else:
+            padded = torch.empty(length + 4096, dtype=torch.int8, pin_memory=self._device.type != "cpu")
+            buffer = padded[-padded.data_ptr() % 4096 :][:length]
         self.engine.register(buffer.data_ptr(), length)
         return buffer
 

@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -93,17 +94,23 @@ class SpdkDevice(NativeDevice):
         Raises:
             DeviceError: no server, too small, or something that is not this pool's is there.
         """
-        memory = HostMemory(memory_needed(config.model_copy(update={"depth": 1})))
-        try:
-            share = _Share.take(memory, 1)
-            connection = _connect(config, share)
-            try:
-                with _Raw(config, connection, share) as raw:
-                    return _label(config, connection, raw, pool_uuid)
-            finally:
-                connection.close()
-        finally:
-            memory.close()
+        with _raw(config) as raw:
+            return _label(config, raw, pool_uuid)
+
+    @staticmethod
+    def wipe(config: DeviceConfig, pool_uuid: bytes) -> None:
+        """Take the label off.
+
+        Raises:
+            DeviceError: no server, or a drive that is not this pool's.
+        """
+        with _raw(config) as raw:
+            preparing.own(config, preparing.path_of(config), raw.read(0, superblock.SIZE), pool_uuid)
+            raw.write(0, bytes(superblock.SIZE))
+
+    def register(self, address: int, length: int) -> bool:
+        """Whether it lies in the memory that is shared: no other can be moved directly."""
+        return self.memory.holds(address, length)
 
     def flush(self) -> None:
         """What was written survives a power cut; nothing to do where the server says that it does anyway."""
@@ -158,11 +165,11 @@ class _Raw:
 
     def __init__(self, config: DeviceConfig, connection: Connection, share: _Share) -> None:
         self._config, self._connection, self._share = config, connection, share
+        self.disk = connection.disk
         self._memory = ctypes.create_string_buffer(blockdev.HEAD)
 
     def __enter__(self) -> Self:
-        disk = self._connection.disk
-        self._queue = self._share.queue(self._config, self._connection, 1, disk.capacity, start=0)
+        self._queue = self._share.queue(self._config, self._connection, 1, self.disk.capacity, start=0)
         try:
             self._share.start(self._connection, self._queue, 1)
         except BaseException:
@@ -183,7 +190,7 @@ class _Raw:
     def write(self, offset: int, data: bytes) -> None:
         ctypes.memmove(self._memory, data, len(data))
         self._move(Direction.WRITE, offset, len(data))
-        if self._connection.disk.flush:
+        if self.disk.flush:
             self._queue.flush()
 
     def _move(self, direction: Direction, offset: int, size: int) -> None:
@@ -195,6 +202,22 @@ class _Raw:
             raise DeviceError(
                 self._config.name, f"{self._config.path}: the drive cannot be accessed ({what})", "see the server's log"
             )
+
+
+@contextlib.contextmanager
+def _raw(config: DeviceConfig) -> Iterator[_Raw]:
+    """The drive, for as long as the context lasts, with memory of its own."""
+    memory = HostMemory(memory_needed(config.model_copy(update={"depth": 1})))
+    try:
+        share = _Share.take(memory, 1)
+        connection = _connect(config, share)
+        try:
+            with _Raw(config, connection, share) as raw:
+                yield raw
+        finally:
+            connection.close()
+    finally:
+        memory.close()
 
 
 def _connect(config: DeviceConfig, share: _Share) -> Connection:
@@ -218,19 +241,19 @@ def _read_label(config: DeviceConfig, connection: Connection, share: _Share, poo
         return preparing.own(config, preparing.path_of(config), raw.read(0, superblock.SIZE), pool_uuid)
 
 
-def _label(config: DeviceConfig, connection: Connection, raw: _Raw, pool_uuid: bytes) -> int:
-    path, room = preparing.path_of(config), connection.disk.capacity - superblock.SIZE
+def _label(config: DeviceConfig, raw: _Raw, pool_uuid: bytes) -> int:
+    path, room = preparing.path_of(config), raw.disk.capacity - superblock.SIZE
     if room < max(BLOCK, config.size or 0):
         raise DeviceError(
             config.name, f"{path} has {format_bytes(max(0, room))}, {format_bytes(config.size or BLOCK)} are asked for",
             "make `size` smaller, or leave it out to use all of the drive",
         )  # fmt: skip
     label = Superblock(pool_uuid, config.name, (config.size or room) // BLOCK * BLOCK)
-    head = raw.read(0, min(blockdev.HEAD, connection.disk.capacity))
+    head = raw.read(0, min(blockdev.HEAD, raw.disk.capacity))
     if superblock.is_ours(head):
         if preparing.own(config, path, head, pool_uuid) == label:
             return label.capacity
-    elif found := blockdev.foreign(head, raw.read(connection.disk.capacity - SECTOR, SECTOR)):
+    elif found := blockdev.foreign(head, raw.read(raw.disk.capacity - SECTOR, SECTOR)):
         raise DeviceError(config.name, f"{path} contains {found}", "wipe the drive if it may be lost, or give another")
     raw.write(0, label.pack())
     return label.capacity

@@ -18,7 +18,7 @@ def clear(config: PoolConfig, *, delete: bool = False) -> list[Path]:
 
     Args:
         config: the pool.
-        delete: give the space back as well: delete the files, and wipe the label of block devices.
+        delete: give the space back as well: delete the files, and take the label off drives.
 
     Returns:
         What was deleted or wiped.
@@ -55,8 +55,13 @@ def _remove(paths: list[Path]) -> list[Path]:
 
 
 def _give_back(device: DeviceConfig, identity: bytes) -> Path | None:
-    """Delete a file or wipe a block device, if it carries this pool's label."""
+    """Delete a file, or take the label off a drive, if it is this pool's."""
     path = device.path
+    if device.kind == "spdk":
+        from forebay.storage.device.spdk import SpdkDevice
+
+        SpdkDevice.wipe(device, identity)
+        return path
     if path is None or not path.exists():
         return None
     with path.open("rb") as file:

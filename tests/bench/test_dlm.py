@@ -27,6 +27,8 @@ from forebay.diffusion.transformer import Transformer
 from forebay.diffusion.weights import load
 from forebay.storage.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def count_attention(query, key, value, *arguments, out_shape=None, **options) -> int:
     return sdpa_flop_count(query, key, value)

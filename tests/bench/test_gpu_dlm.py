@@ -21,6 +21,7 @@ from forebay.bench.dlm.gpu_plan import Plan, plan, tiny
 from forebay.bench.dlm.gpu_table import show
 from forebay.bench.moe.gpu_clock import Budget, OutOfTime
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 
 
@@ -51,7 +52,7 @@ def test_a_card_that_is_too_small_or_old_is_one_line():
 
 def test_a_file_that_cannot_be_written_is_found_before_measuring(tmp_path, capsys):
     with pytest.raises(typer.Exit) as ended:
-        gpu_dlm.main(tmp_path / "none" / "x.json", minutes=1, quick=False, cpu=True)
+        gpu_dlm.main(tmp_path / "none" / "x.json", minutes=10, quick=False, cpu=True)
     assert ended.value.exit_code == 2
     assert capsys.readouterr().err.startswith("error: --out ")
 
@@ -62,7 +63,7 @@ def test_a_gpu_that_fails_at_once_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(gpu_dlm, "missing", fail)
     with pytest.raises(typer.Exit) as ended:
-        gpu_dlm.main(None, minutes=1, quick=False, cpu=False)
+        gpu_dlm.main(None, minutes=10, quick=False, cpu=False)
     assert ended.value.exit_code == 1
     assert capsys.readouterr().err == "error: CUDA error: busy\n"
 
@@ -75,7 +76,7 @@ def test_the_command_writes_json_and_prints_markdown(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(gpu_plan, "tiny", lambda device: small())
     with pytest.raises(typer.Exit) as ended:
-        gpu_dlm.main(tmp_path / "x.json", minutes=1, quick=False, cpu=True)
+        gpu_dlm.main(tmp_path / "x.json", minutes=10, quick=False, cpu=True)
     assert ended.value.exit_code == 0
     report = json.loads((tmp_path / "x.json").read_text())
     assert (report["ok"], report["errors"], report["left_out"]) == (True, {}, [])

@@ -8,15 +8,14 @@ import pytest
 
 from tests.engines.harness import BLOCK
 from tests.engines.isolated import run_isolated
-from tests.storage.device.vhost import huge_pages, need_daemon
+from tests.storage.device.vhost import huge_pages
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.needs("root", "qemu-storage-daemon")]
 WARM = 8 * BLOCK
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    need_daemon()
     folder = str(tmp_path_factory.mktemp("spdk"))
     with huge_pages(24):
         result: dict[str, Any] = run_isolated("daemon_comes_and_goes", {"folder": folder}, module="spdk_scripts")

@@ -22,7 +22,7 @@ from forebay.vllm_ext.layout import ChunkLayout
 from forebay.vllm_ext.metadata import ForebayLoadSpec, ForebayStoreSpec
 from forebay.vllm_ext.staging import StagedWorker
 from forebay.vllm_ext.worker import ForebayWorker
-from tests.storage.device.vhost import huge_pages, need_daemon
+from tests.storage.device.vhost import huge_pages
 
 BLOCKS, PAGE, LAYERS = 24, 12_288, 3
 
@@ -75,13 +75,12 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
     return worker
 
 
-@pytest.fixture(params=["file", "spdk"])
+@pytest.fixture(params=["file", pytest.param("spdk", marks=pytest.mark.needs("root", "qemu-storage-daemon"))])
 def drive(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """A file, or a drive behind QEMU's storage daemon."""
     if request.param == "file":
         yield {"kind": "file", "size": "16MiB", "path": tmp_path / "ssd.kv", "buffered": True}
         return
-    need_daemon()
     with huge_pages(24), StorageDaemon(tmp_path / "disk", tmp_path / "socket", 20 << 20):
         yield {"kind": "spdk", "path": tmp_path / "socket", "depth": 8}
 

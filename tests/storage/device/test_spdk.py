@@ -18,11 +18,14 @@ from forebay.storage.device import host_memory, open_device, prepare_device, sup
 from forebay.storage.device._native import Queue, virtqueue
 from forebay.storage.device.base import Completion, Device, Direction, Op
 from forebay.storage.device.spdk import SpdkDevice, memory_needed
+from forebay.storage.doctor import check_drive, check_huge_pages
 from forebay.storage.errors import DeviceError, PoolError
 from forebay.storage.host_memory import HUGE_PAGE, HostMemory
 from forebay.storage.testing import DeviceConformance, Memory, run
-from tests.storage.device.vhost import huge_pages, need_daemon, need_rte_vhost, rte_target
+from tests.storage.device.vhost import huge_pages, rte_target
 
+pytestmark = pytest.mark.needs("root", "qemu-storage-daemon")
+RTE = pytest.mark.needs("librte_vhost.so.23")
 UUID = bytes(range(16))
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -31,7 +34,6 @@ READ, WRITE = Direction.READ, Direction.WRITE
 
 @pytest.fixture(scope="module", autouse=True)
 def pages() -> Iterator[None]:
-    need_daemon()
     with huge_pages(100):
         yield
 
@@ -97,12 +99,12 @@ class TestShallow(TestStorageDaemon):
     DEPTH = 1
 
 
+@RTE
 class TestRteVhost(DeviceConformance):
     """DPDK's library, on which SPDK's own server is built, with SPDK's limits; connections share its one socket."""
 
     @pytest.fixture(autouse=True)
     def targets(self) -> Iterator[None]:
-        need_rte_vhost()
         with contextlib.ExitStack() as self.stack:
             self.running: set[Path] = set()
             yield
@@ -115,9 +117,9 @@ class TestRteVhost(DeviceConformance):
         return opened(config(folder))
 
 
+@RTE
 def test_two_clients_of_one_server(tmp_path: Path) -> None:
     """As tensor-parallel workers are: what one has written the other reads, and one leaves without the other."""
-    need_rte_vhost()
     memory = Memory(2 * MIB)
     memory[:MIB] = data = os.urandom(MIB)
     with rte_target(tmp_path / "disk", tmp_path / "socket", SIZE + superblock.SIZE):
@@ -296,6 +298,27 @@ def test_sizes(tmp_path: Path, daemon: StorageDaemon) -> None:
         pytest.raises(DeviceError, match=r"has 8.0 MiB, 64.0 MiB are asked for; run `forebay pool create`"),
     ):
         open_device(config(tmp_path), pool_uuid=UUID, memory=memory, capacity=SIZE)
+
+
+def test_wiping(tmp_path: Path, daemon: StorageDaemon) -> None:
+    prepare_device(config(tmp_path), UUID)
+    with pytest.raises(DeviceError, match="belongs to another pool"):
+        SpdkDevice.wipe(config(tmp_path), bytes(16))
+    SpdkDevice.wipe(config(tmp_path), UUID)
+    assert daemon.file.read_bytes()[: superblock.SIZE] == bytes(superblock.SIZE)
+    with pytest.raises(DeviceError, match="is not a forebay device"):
+        SpdkDevice.wipe(config(tmp_path), UUID)
+
+
+def test_what_the_doctor_says(tmp_path: Path, daemon: StorageDaemon) -> None:
+    good, bad = config(tmp_path), config(tmp_path, path=tmp_path / "nowhere")
+    assert check_drive(good).status == "ok"
+    assert "blocks of 512 B" in check_drive(good).found
+    assert check_drive(bad).status == "problem"
+    assert check_drive(bad).fix.startswith("run `forebay spdk attach`")
+    assert check_huge_pages([good]).status == "ok"
+    huge = check_huge_pages([config(tmp_path, depth=1024)] * 50)
+    assert (huge.status, "as root run" in huge.fix) == ("problem", True)
 
 
 def test_another_pools_drive(tmp_path: Path, daemon: StorageDaemon) -> None:
