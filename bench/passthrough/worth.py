@@ -27,10 +27,10 @@ from forebay.bench.texts import long_documents
 
 RATE = 1e6
 """Bytes per second of the throttled device."""
-DEVICE_BYTES = 192 << 20
+DEVICE_BYTES = 96 << 20
 LENGTHS, QUICK_LENGTHS = (560, 1100), (180, 330)
 """Where documents are cut. In float32 a block of 128 takes 6 s to load at that rate."""
-TURNS = 3
+TURNS = 2
 """Questions of each kind in one round."""
 SILENCE = 6.0
 """Seconds after which what the server knows of a device is too old to be relied on, and a little more."""

@@ -14,6 +14,7 @@ from forebay.storage.plan import unpack
 from forebay.storage.prefill import PrefillCost
 from forebay.storage.rates import ReadRates
 from forebay.vllm_ext import worth
+from forebay.vllm_ext.metadata import JobReport
 from forebay.vllm_ext.steps import SAMPLED, StepTimer
 from tests.vllm_ext.judgekit import PAGE, TOKENS, Sides, hashes, request
 
@@ -191,6 +192,13 @@ def test_a_trimmed_hit_is_valid_for_windows_too(make: Make, monkeypatch: pytest.
     sides.judge.rates._bandwidths = [1e9, 1e9]
     monkeypatch.setattr(worth, "shortest", lambda loading, computing: min(9, len(loading) - 1))
     assert sides.ask(request("c", names)) == 5 * TOKENS, "the longest end within the trim that the window allows"
+
+
+def test_a_chunk_is_late_only_where_no_rank_found_it_broken() -> None:
+    first = JobReport({b"a": "late", b"b": "late", b"c": "EIO"}, {b"a", b"b"})
+    first.merge(JobReport({b"b": "EIO", b"d": "late"}, {b"d"}))
+    assert set(first.failed) == {b"a", b"b", b"c", b"d"}
+    assert first.late == {b"a", b"d"}
 
 
 def step_of(tokens: dict[str, int]) -> Any:
