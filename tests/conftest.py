@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+settings.register_profile("forebay", deadline=None)  # an example takes longer where something else runs as well
+settings.load_profile("forebay")
 
 PACKAGES = {
     "fio": "fio",
